@@ -1,0 +1,102 @@
+"""A sheltered step's record and its allocator log, put together into a `Trace`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+
+from legroom.curve import Curve, RunOp
+from legroom.errors import TraceError
+from legroom.ir import Kind, Op, Storage, Tick, Trace, validate
+from legroom.runtime.census import Census
+from legroom.runtime.recorder import Recorder, SeenStorage
+
+# What Python and the dispatcher spend on an op before it runs, on the machines this was measured on; it only matters
+# where ops are tiny.
+ISSUE_SECONDS = 8e-6
+
+
+def assemble(recorder: Recorder, census: Census, curve: Curve, device: str) -> Trace:
+    """The trace of the step, everything kept."""
+    if len(curve.segments) != len(recorder.ticks) + 1:
+        raise TraceError(f"the allocator's log has {len(curve.segments) - 1} ticks, the step had {len(recorder.ticks)}")
+    seen_ops = sum(op.seen >= 0 for op in curve.ops)
+    if seen_ops != len(recorder.ops):
+        raise TraceError(f"the allocator's log has {seen_ops} ops, the step had {len(recorder.ops)}")
+    storages = [_storage(i, seen, census) for i, seen in enumerate(recorder.storages)]
+    nowhere = len(storages)  # stands for tensors that have no plain storage on this device
+    storages.append(Storage(nowhere, 0, "temporary", False, False, (), 0, "not on this device"))
+    ticks = [
+        Tick(tick.kind, tick.storage if tick.storage >= 0 else nowhere, segment.ops, segment.level_bytes, segment.peak_bytes)  # type: ignore[arg-type]
+        for tick, segment in zip(recorder.ticks, curve.segments[1:], strict=True)
+    ]
+    trace = Trace(tuple(storages), tuple(_ops(recorder, curve)), tuple(ticks), curve.segments[0].peak_bytes, device)
+    validate(trace)
+    return trace
+
+
+def _storage(number: int, seen: SeenStorage, census: Census) -> Storage:
+    kind: Kind = "activation" if seen.packed else "temporary"
+    if seen.lasting:
+        kind = census.kinds[seen.first_key]
+    elif seen.gradient:
+        kind = "gradient"
+    gaps = tuple(seen.gaps or ())
+    return Storage(
+        id=number,
+        nbytes=seen.nbytes,
+        kind=kind,
+        persistent=seen.lasting and not seen.ref.expired(),
+        held=seen.held and not gaps,
+        gaps=gaps,
+        gap_version=seen.gap_version if gaps else 0,
+        name=seen.name,
+    )
+
+
+def _ops(recorder: Recorder, curve: Curve) -> list[Op]:
+    seconds = _seconds_by_signature(recorder, curve)
+    ops: list[Op] = []
+    for run in curve.ops:
+        key = _signature(recorder, run)
+        if run.seen < 0:
+            ops.append(Op(len(ops), run.name, "backward", seconds[key], ISSUE_SECONDS, (), (), run.growth_bytes, "not in forward", "", ""))
+            continue
+        seen = recorder.ops[run.seen]
+        workspace = max(0, run.growth_bytes - seen.output_bytes)
+        ops.append(
+            Op(
+                len(ops), seen.name, seen.phase, seconds[key], ISSUE_SECONDS, tuple(seen.reads), tuple(seen.writes),
+                workspace, seen.why_not, seen.module, seen.line,
+            )  # fmt: skip
+        )
+    return ops
+
+
+def _signature(recorder: Recorder, run: RunOp) -> tuple[str, str]:
+    if run.seen < 0:
+        return run.name, run.shapes
+    seen = recorder.ops[run.seen]
+    return seen.name, seen.shapes
+
+
+def _seconds_by_signature(recorder: Recorder, curve: Curve) -> dict[tuple[str, str], float]:
+    """The median of all runs of the same op on the same shapes: one run alone is noise."""
+    runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in curve.ops:
+        runs[_signature(recorder, run)].append(run.seconds)
+    return {key: statistics.median(values) for key, values in runs.items()}
+
+
+def correct(trace: Trace, predicted: list[int], curve: Curve) -> Trace:
+    """The trace with its peaks moved to where a measured step shows them, the plan's changes taken out again.
+
+    Done after the first planned steps: what runs then, without the recorder and perhaps without a mode, may allocate a little
+    differently from the sheltered step.
+    """
+    ticks = []
+    for i, tick in enumerate(trace.ticks):
+        off = curve.segments[i + 1].measured_peak_bytes - predicted[i]
+        ticks.append(replace(tick, peak_bytes=max(tick.level_bytes, tick.peak_bytes + off)))
+    return replace(trace, ticks=tuple(ticks), head_peak_bytes=curve.segments[0].measured_peak_bytes)

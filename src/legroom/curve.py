@@ -1,0 +1,136 @@
+"""From the allocator's log to a memory curve over ticks.
+
+Two sums run side by side. *Measured* is what was alive: the log as it stands. *Kept* is what would have been alive had legroom
+kept everything: evictions and reloads are taken out again, and a storage that was elsewhere when the program let go of it is
+subtracted at that moment. The kept curve is what plans are computed on; the measured one is what the budget is held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from legroom.alloclog import FREED, GONE, OP, OWN, PROOF, STANDS, TICK, Allocation, Enter, Event, Leave
+
+
+@dataclass(slots=True)
+class Segment:
+    """What lies between a tick and the next; the head before the first tick is one too."""
+
+    level_bytes: int  # kept, at the tick
+    peak_bytes: int  # kept, the most until the next tick
+    measured_peak_bytes: int  # measured, the tick's own work included
+    ops: int  # ops begun before this tick
+
+
+@dataclass(slots=True)
+class RunOp:
+    """One op as the log shows it. `seen` is its number among the ops that the mode saw; -1 in backward."""
+
+    seen: int
+    name: str
+    shapes: str
+    seconds: float
+    growth_bytes: int  # the most alive inside it beyond what was alive before
+
+
+@dataclass(slots=True)
+class Curve:
+    segments: list[Segment] = field(default_factory=list)  # [0] is the head, [t + 1] follows tick t
+    ops: list[RunOp] = field(default_factory=list)
+    measured_peak_bytes: int = 0
+
+
+class _Reader:
+    def __init__(self, base_bytes: int) -> None:
+        self.kept = self.measured = base_bytes
+        self.curve = Curve([Segment(base_bytes, base_bytes, base_bytes, 0)], [], base_bytes)
+        self.by_legroom: dict[int, bool] = {}
+        self.own_depth = 0
+        self.seen = 0
+        self.open_ops: list[tuple[RunOp, int]] = []
+
+    def allocation(self, event: Allocation) -> None:
+        self.measured += event.nbytes
+        own = self.own_depth > 0
+        if event.nbytes > 0:
+            self.by_legroom[event.address] = own
+            if not own:
+                self.kept += event.nbytes
+            self.note()
+        else:
+            self.by_legroom.pop(event.address, None)
+            # A free inside legroom's own work is an eviction; outside it is the program letting go, of the first
+            # allocation or of the reload that stands for it.
+            if not own:
+                self.kept += event.nbytes
+
+    def note(self) -> None:
+        segment = self.curve.segments[-1]
+        segment.peak_bytes = max(segment.peak_bytes, self.kept)
+        segment.measured_peak_bytes = max(segment.measured_peak_bytes, self.measured)
+        self.curve.measured_peak_bytes = max(self.curve.measured_peak_bytes, self.measured)
+        for op, before in self.open_ops:
+            op.growth_bytes = max(op.growth_bytes, self.kept - before)
+
+    def enter(self, event: Enter, *, trial: bool) -> str:
+        name = event.name
+        if name == TICK:
+            self.curve.segments.append(Segment(self.kept, self.kept, 0, len(self.curve.ops)))
+        if name in (TICK, OWN) or trial:
+            self.own_depth += 1
+            return "tick" if name == TICK else "own"
+        if name in (OP, PROOF):
+            self.begin_op(event, self.seen)
+            self.seen += 1
+            return "op"
+        if name.startswith(GONE):
+            self.kept -= int(name[len(GONE) :])
+        elif name.startswith(FREED):
+            self.kept -= int(name[len(FREED) :])
+            self.measured -= int(name[len(FREED) :])
+        elif event.backward and not self.own_depth and not name.startswith("legroom::"):
+            self.begin_op(event, -1)
+            return "op"
+        return ""
+
+    def leave(self, kind: str) -> None:
+        if kind in ("own", "tick"):
+            self.own_depth -= 1
+            if kind == "tick":
+                self.note()  # what the tick's own work left; what stood before it belongs to the segment before
+        elif kind == "op":
+            self.open_ops.pop()
+
+    def begin_op(self, event: Enter, seen: int) -> None:
+        op = RunOp(seen, event.name, event.shapes, event.seconds, 0)
+        self.curve.ops.append(op)
+        self.open_ops.append((op, self.kept))
+
+
+def read_curve(events: list[Event], base_bytes: int) -> Curve:
+    """Read a step's log. `base_bytes` was alive when it began."""
+    reader = _Reader(base_bytes)
+    stands = _proofs_that_stand(events)
+    inside: list[str] = []
+    for i, event in enumerate(events):
+        match event:
+            case Allocation():
+                reader.allocation(event)
+            case Enter():
+                inside.append(reader.enter(event, trial=event.name == PROOF and i not in stands))
+            case Leave():
+                reader.leave(inside.pop())
+    return reader.curve
+
+
+def _proofs_that_stand(events: list[Event]) -> set[int]:
+    """Where a first run could not be repeated it was the op itself, not a trial of it; a mark right behind it says so."""
+    found: set[int] = set()
+    last_proof = -1
+    for i, event in enumerate(events):
+        if isinstance(event, Enter):
+            if event.name == PROOF:
+                last_proof = i
+            elif event.name == STANDS:
+                found.add(last_proof)
+    return found

@@ -1,0 +1,96 @@
+"""The fast evaluator: what a plan costs, for planners that ask thousands of times.
+
+Exactly `simulate()` of `lower()`, and the peak of `check_schedule()`; a property test keeps it so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from legroom import kernels
+from legroom.errors import BudgetError
+from legroom.hardware import PRESETS, Hardware
+from legroom.ir import Trace
+from legroom.kernels import KEEP, OVERLAP, RECOMPUTE, SYNC, Codes, Program
+from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
+from legroom.tables import NEVER, Ints, tabulate
+from legroom.units import format_bytes
+
+__all__ = ["IMPOSSIBLE", "KEEP", "OVERLAP", "RECOMPUTE", "SYNC", "Evaluator", "floor_bytes"]
+
+IMPOSSIBLE = (NEVER, NEVER, NEVER)  # what a plan costs that asks for an impossible replay
+
+_DECISIONS: dict[int, Decision] = {KEEP: Keep(), OVERLAP: Swap(), SYNC: Swap(when="sync"), RECOMPUTE: Recompute()}
+
+
+class Evaluator:
+    """Evaluates vectors of decision codes, one int8 for each gap, against one trace on one machine.
+
+    Holds scratch memory, so it belongs to one thread.
+    """
+
+    def __init__(self, trace: Trace, hardware: Hardware) -> None:
+        self.trace = trace
+        self.tables = tabulate(trace, hardware)
+        self.gaps = len(self.tables.gaps)
+        self._scratch = kernels.scratch(self.tables)
+        self._program = kernels.empty_program(self.tables)
+        self._ahead = np.zeros(self.gaps, np.int64)
+        self._codes = np.zeros(self.gaps, np.int8)
+        self._epoch = 0
+
+    def evaluate(self, codes: Codes) -> tuple[int, int]:
+        """(nanoseconds, peak bytes); both NEVER where a recomputation is impossible."""
+        return self.judge(codes, NEVER)[:2]
+
+    def judge(self, codes: Codes, budget_bytes: int) -> tuple[int, int, int]:
+        """(nanoseconds, peak bytes, bytes above the budget summed over all ticks), or IMPOSSIBLE."""
+        return self._run(self._lower(codes, self._program), budget_bytes)
+
+    def lowered(self, codes: Codes) -> Program:
+        """The program of these codes, to run more than once."""
+        return self._lower(codes, kernels.empty_program(self.tables))
+
+    def run(self, program: Program) -> tuple[int, int]:
+        return self._run(program, NEVER)[:2]
+
+    def curve(self) -> Ints:
+        """The peak of each tick under what was evaluated last. A view: copy it to keep it."""
+        return self._scratch.ticks[:, kernels.WT_PEAK]
+
+    def plan(self, codes: Codes, *, planner: str, budget_bytes: int, notes: tuple[str, ...] = ()) -> Plan:
+        """The plan of these codes. Raises BudgetError where it does not fit."""
+        nanoseconds, peak = self.evaluate(codes)
+        if peak > budget_bytes:
+            floor = floor_bytes(self.trace)
+            raise BudgetError(
+                f"planner {planner} needs {format_bytes(peak)}, the budget is {format_bytes(budget_bytes)}; "
+                f"the smallest budget that works is {format_bytes(floor)} ({floor} bytes)",
+                budget_bytes=budget_bytes,
+                floor_bytes=floor,
+            )
+        decisions = tuple(_DECISIONS[code] for code in codes.tolist())
+        return Plan(decisions, signature(self.trace), planner, budget_bytes, peak, nanoseconds / 1e9, notes)
+
+    def _lower(self, codes: Codes, program: Program) -> Program:
+        self._codes[:] = codes
+        self._epoch += 1
+        kernels.lower_codes(self._codes, self._ahead, self._epoch, *self.tables, *self._scratch, *program)
+        return program
+
+    def _run(self, program: Program, limit: int) -> tuple[int, int, int]:
+        if program.failure[0] != kernels.OK:
+            return IMPOSSIBLE
+        t, work = self.tables, self._scratch
+        nanoseconds, peak, excess = kernels.run_program(
+            *program[:3], limit, t.gaps, t.ticks, t.segments, t.rates, work.gaps, work.ticks
+        )
+        # What is alive before the first tick is out of any plan's reach.
+        head = self.trace.head_peak_bytes
+        return nanoseconds, max(peak, head), excess + max(0, head - limit)
+
+
+def floor_bytes(trace: Trace) -> int:
+    """The smallest peak any plan reaches: every storage away in every segment of its gaps."""
+    evaluator = Evaluator(trace, PRESETS["h200"])  # the peak of synchronous swaps is the same on any machine
+    return evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))[1]

@@ -1,0 +1,406 @@
+"""`fit()` and the `Room` it returns: a budget, and training steps that stay inside it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from legroom.capture import assemble, correct
+from legroom.curve import Curve
+from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, StepError, TraceError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
+from legroom.plan import from_json as plan_from_json
+from legroom.planners import PLANNERS
+from legroom.probe import probe
+from legroom.report import Breakdown, Held, Report
+from legroom.runtime.census import Census, state_bytes
+from legroom.runtime.device import open_device
+from legroom.runtime.executor import Program
+from legroom.runtime.residency import Ledger
+from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
+from legroom.schedule import Schedule, lower, memory_curve
+from legroom.simulate import simulate
+from legroom.timeline import Timeline
+from legroom.units import format_bytes, parse_bytes
+
+Planner = Callable[[Trace, Hardware, int], Plan]
+
+SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
+MOST_CALIBRATIONS = 4
+CHECK_EVERY_STEPS = 64  # a planned step is measured again this often: the peak is a promise, not a memory of one
+
+
+def fit(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: int | str,
+    planner: str | Planner = "auto",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+) -> Room:
+    """Fit training steps into `budget` bytes ("600MiB") of the device's memory.
+
+    planner: a name in PLANNERS or a callable (trace, hardware, budget_bytes) -> Plan. plan: a plan or its file from an earlier
+    run, used instead of planning. spill_dir: where swapped bytes go on the CPU. device: found from the model where not named.
+    """
+    budget_bytes = parse_bytes(budget)
+    chosen = _planner(planner)
+    device_type = _device_type(model, optimizer, device)
+    _check_budget(budget_bytes, model, optimizer, device_type)
+    given = _given_plan(plan)
+    return Room(model, optimizer, budget_bytes, chosen, given, device_type, os.fspath(spill_dir) if spill_dir is not None else None)
+
+
+def capture(
+    step: Callable[[], Any],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+) -> Trace:
+    """Run a training step twice, for real, and return the trace of the second run.
+
+    `floor_bytes(trace)` is then the smallest budget that works, `trace.peak_bytes` what the step takes without legroom.
+    """
+    device_type = _device_type(model, optimizer, None)
+    room = Room(model, optimizer, 2**61, _planner("none"), None, device_type, os.fspath(spill_dir) if spill_dir is not None else None)
+    try:
+        for _ in range(SHELTERED_STEPS):
+            with room.step():
+                step()
+        if room.trace is None:
+            raise TraceError(f"the step could not be recorded: {dict(room.report().fallbacks)}")
+        return room.trace
+    finally:
+        room.close()
+
+
+class Room:
+    """Training steps inside a budget. Made by `fit()`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        budget_bytes: int,
+        planner: Planner,
+        given: Plan | None,
+        device_type: str,
+        spill_dir: str | None,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.trace: Trace | None = None
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+        self._planner = planner
+        self._given = given
+        self._spill_dir = spill_dir
+        self._device = open_device(device_type, spill_dir)
+        self._setting = Setting(Ledger(self._device), device_type, model, optimizer, Counter())
+        self._device.set_cap(budget_bytes)
+        self._program: Program | None = None
+        self._predicted: list[int] = []
+        self._predicted_peak = 0
+        self._floor = 0
+        self._baseline_seconds = 0.0
+        self._calibrations = 0
+        self._calibrated = False
+        self._steps = self._sheltered = self._planned = self._measured = 0
+        self._sheltered_since_drift = 0
+        self._peak = self._planned_peak = 0
+        self._seconds: list[float] = []
+        self._closed = False
+
+    def step(self) -> Step:
+        """A context for one training step: forward, backward and optimizer, as they are."""
+        return Step(self)
+
+    def close(self) -> None:
+        """Give everything back. Handles still alive can no longer fetch what was swapped out."""
+        if not self._closed:
+            if _active is not None and _active._room is self:
+                raise StepError("close() was called inside step(); leave the step first")
+            self._closed = True
+            self._device.set_cap(None)
+            self._device.close()
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # steps
+
+    def _begin(self) -> ShelteredStep | PlannedStep:
+        if self._closed:
+            raise StepError("this room is closed; make another with legroom.fit()")
+        if self._program is None:
+            proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1
+            return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
+        replayed = self._program.replayed_storages
+        check = replayed[self._planned % len(replayed)] if replayed else -1
+        measure = self._calibrations < MOST_CALIBRATIONS and not self._calibrated or self._planned % CHECK_EVERY_STEPS == 0
+        return PlannedStep(self._setting, self._program, check=check, measure=measure)
+
+    def _before_optimizer(self, curve: Curve, census: Census) -> None:
+        if curve.measured_peak_bytes > self.budget_bytes:
+            raise _over_budget(self.budget_bytes, curve, census)
+
+    def _ended(self, run: ShelteredStep | PlannedStep, seconds: float) -> None:
+        self._steps += 1
+        if run.curve is not None:
+            self._measured += 1
+            self._peak = max(self._peak, run.curve.measured_peak_bytes)
+        match run:
+            case ShelteredStep():
+                self._sheltered += 1
+                self._sheltered_since_drift += 1
+                self._learn(run)
+            case PlannedStep():
+                self._after_planned(run, seconds)
+
+    def _learn(self, run: ShelteredStep) -> None:
+        if run.curve is None or run.recorder is None or run.census is None:
+            return
+        if run.curve.measured_peak_bytes > self.budget_bytes:
+            raise _over_budget(self.budget_bytes, run.curve, run.census)
+        if self._sheltered_since_drift < SHELTERED_STEPS:
+            return
+        try:
+            trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type)
+        except TraceError as error:
+            self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
+            return
+        self._plan_for(trace)
+
+    def _plan_for(self, trace: Trace) -> None:
+        self.trace = trace
+        self._floor = floor_bytes(trace)
+        hardware = probe(self._setting.device_type, self._spill_dir)
+        try:
+            if self._given is not None:
+                check_fits(trace, self._given)
+                plan = self._given
+            else:
+                plan = self._planner(trace, hardware, self.budget_bytes)
+        except BudgetError:
+            # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
+            self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
+            self._program = None
+            return
+        self._adopt(trace, plan, hardware)
+
+    def _adopt(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
+        schedule = lower(trace, plan, hardware)
+        self.plan = plan
+        self._program = Program(trace, schedule)
+        self._predict(trace, schedule)
+        self._calibrated = False
+        self.timeline = simulate(trace, schedule, hardware)
+        self._baseline_seconds = simulate(trace, Schedule((), schedule.trace_signature), hardware).seconds
+
+    def _predict(self, trace: Trace, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._predicted = [peak for _, _, peak in memory_curve(trace, schedule)]
+        self._predicted_peak = max([trace.head_peak_bytes, *self._predicted])
+
+    def _after_planned(self, run: PlannedStep, seconds: float) -> None:
+        if run.executor.reactive is not None or run.executor.mismatch:
+            self._program = None
+            self._sheltered_since_drift = SHELTERED_STEPS - 1
+            return
+        self._planned += 1
+        self._seconds.append(seconds)
+        if run.curve is None or self.trace is None:
+            return
+        self._planned_peak = run.curve.measured_peak_bytes
+        measured = [segment.measured_peak_bytes for segment in run.curve.segments]
+        predicted = [self.trace.head_peak_bytes, *self._predicted]
+        self._calibrated = max(measured) == max(predicted) and all(m <= p for m, p in zip(measured, predicted, strict=True))
+        if self._calibrated:
+            return
+        self._calibrations += 1
+        self.trace = correct(self.trace, self._predicted, run.curve)
+        self._predict(self.trace, self._schedule)
+        if self._predicted_peak > self.budget_bytes:
+            self._setting.fallbacks["planned again after the first planned step was measured"] += 1
+            self._plan_for(self.trace)
+
+    # report
+
+    def report(self) -> Report:
+        """What happened so far."""
+        sizes = Counter[str]()
+        if self.trace is not None and self.plan is not None:
+            for gap, decision in zip(self.trace.gaps, self.plan.decisions, strict=True):
+                sizes[type(decision).__name__] += self.trace.storages[gap.storage].nbytes
+        recent = self._seconds[-50:]
+        b = self.timeline.breakdown if self.timeline is not None else None
+        return Report(
+            steps=self._steps,
+            sheltered_steps=self._sheltered,
+            planned_steps=self._planned,
+            measured_steps=self._measured,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self._peak,
+            planned_peak_bytes=self._planned_peak,
+            predicted_peak_bytes=self._predicted_peak,
+            floor_bytes=self._floor,
+            step_seconds=statistics.median(recent) if recent else 0.0,
+            predicted_step_seconds=self.timeline.seconds if self.timeline is not None else 0.0,
+            baseline_seconds=self._baseline_seconds,
+            bytes_kept=sizes[Keep.__name__],
+            bytes_swapped=sizes[Swap.__name__],
+            bytes_recomputed=sizes[Recompute.__name__],
+            breakdown=Breakdown(
+                b.computation_seconds, b.overlapped_copy_seconds, b.stalled_copy_seconds, b.recomputation_seconds
+            ) if b is not None else Breakdown(0.0, 0.0, 0.0, 0.0),
+            held=tuple(Held(s.nbytes, s.name, "") for s in self.trace.storages if s.held) if self.trace is not None else (),
+            unreplayable=_unreplayable(self.trace) if self.trace is not None else (),
+            fallbacks=dict(self._setting.fallbacks),
+        )  # fmt: skip
+
+
+_active: Step | None = None  # the engine stand-in is one for the process, so one step runs at a time
+
+
+class Step:
+    """`with room.step():` around one training step."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._run: ShelteredStep | PlannedStep | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Step:
+        global _active
+        if _active is not None:
+            raise StepError("a step is already running; steps cannot be nested, and only one room steps at a time in a process")
+        run = self._room._begin()
+        _active = self
+        try:
+            run.begin()
+        except BaseException:
+            _active = None
+            run.end(failed=True)
+            raise
+        self._run = run
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        global _active
+        assert self._run is not None
+        run, self._run = self._run, None
+        seconds = time.perf_counter() - self._began
+        _active = None
+        run.end(failed=error is not None)
+        if error is None:
+            self._room._ended(run, seconds)
+        elif isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            raise StepError(
+                "torch.func transforms and code that forbids saved-tensor hooks cannot run inside step(); "
+                "use torch.autograd.grad there, or call it outside the step"
+            ) from error
+
+
+def _planner(planner: str | Planner) -> Planner:
+    if callable(planner):
+        return planner
+    if planner not in PLANNERS:
+        raise PlanError(f"unknown planner {planner!r}; there are {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[planner]
+
+
+def _given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    try:
+        text = Path(plan).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the plan file {os.fspath(plan)!r}: {error}") from error
+    return plan_from_json(text)
+
+
+def _device_type(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str | torch.device | None) -> str:
+    found: set[str] = set()
+    if model is not None:
+        if not isinstance(model, torch.nn.Module):
+            raise LegroomError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        found |= {t.device.type for t in (*model.parameters(), *model.buffers())}
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise LegroomError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        found |= {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    named = torch.device(device).type if device is not None else None
+    if len(found) > 1:
+        raise DeviceError(f"the model lies on several devices ({', '.join(sorted(found))}); move it to one with model.to(...)")
+    if named is not None and found and found != {named}:
+        raise DeviceError(f"device={named!r} was asked for, but the model lies on {found.pop()!r}; move it with model.to({named!r})")
+    chosen = named or (found.pop() if found else "cpu")
+    if chosen != "cpu":
+        raise DeviceError(f"this version of legroom runs on 'cpu'; the model lies on {chosen!r}")
+    return chosen
+
+
+def _check_budget(budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if budget_bytes > total:
+        raise BudgetError(
+            f"the budget is {format_bytes(budget_bytes)}, but this machine has {format_bytes(total)}; name at most that",
+            budget_bytes=budget_bytes,
+        )
+    parts = state_bytes(model, optimizer, device_type)
+    needed = sum(nbytes for _, nbytes in parts)
+    if needed > budget_bytes:
+        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
+        raise BudgetError(
+            f"{listed} alone take {format_bytes(needed)}, the budget is {format_bytes(budget_bytes)}; "
+            "raise the budget, or train fewer or smaller parameters",
+            budget_bytes=budget_bytes,
+            floor_bytes=needed,
+            breakdown=tuple(sorted(parts, key=lambda part: -part[1])),
+        )
+
+
+def _over_budget(budget_bytes: int, curve: Curve, census: Census) -> BudgetError:
+    kinds = Counter[str]()
+    for key, kind in census.kinds.items():
+        kinds[kind] += census.nbytes[key]
+    peak = curve.measured_peak_bytes
+    kinds["activations in use, gradients and workspace"] = max(0, peak - sum(kinds.values()))
+    parts = tuple((name, nbytes) for name, nbytes in kinds.most_common() if nbytes)
+    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
+    return BudgetError(
+        f"the step needs {format_bytes(peak)} even with everything saved swapped out ({listed}), the budget is "
+        f"{format_bytes(budget_bytes)}; the smallest budget seen to work so far is {format_bytes(peak)} ({peak} bytes). "
+        "Raise the budget or make the batch smaller",
+        budget_bytes=budget_bytes,
+        floor_bytes=peak,
+        breakdown=parts,
+    )
+
+
+def _unreplayable(trace: Trace) -> tuple[tuple[str, int], ...]:
+    reasons = Counter[str]()
+    makers = {value: op for op in trace.ops for value in op.writes}
+    for storage in trace.storages:
+        if storage.gaps:
+            maker = makers.get((storage.id, storage.gap_version))
+            if maker is None or maker.why_not:
+                reasons[maker.why_not if maker is not None else "made outside forward"] += storage.nbytes
+    return tuple(reasons.most_common())

@@ -1,0 +1,127 @@
+"""What is alive on the device before a step, what each storage is, and which of it goes away during the step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from legroom.alloclog import FREED, mark
+from legroom.ir import Kind
+from legroom.runtime.residency import saved_elsewhere
+
+
+class Census:
+    """One count of all tensors, taken at the start of a step."""
+
+    def __init__(self, device: str, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        gc.collect()  # garbage still counted now would be freed at a moment nobody can predict
+        self.kinds: dict[int, Kind] = {}
+        self.names: dict[int, str] = {}
+        self.refs: dict[int, StorageWeakRef] = {}
+        self.nbytes: dict[int, int] = {}
+        self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
+        for name, tensor, kind in _known(model, optimizer):
+            self._add(tensor, device, kind, name)
+        for tensor in _all_tensors():
+            self._add(tensor, device, "input", "")
+        self.base_bytes = sum(self.nbytes.values())
+        self._watched = {k: (self.refs[k], n) for k, n in self.nbytes.items() if self.kinds[k] not in ("parameter", "buffer") and n}
+
+    def _add(self, tensor: torch.Tensor, device: str, kind: Kind, name: str) -> None:
+        if saved_elsewhere(tensor) or tensor.device.type != device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.kinds:
+            self.kinds[key] = kind
+            self.names[key] = name
+            self.refs[key] = StorageWeakRef(storage)
+            self.nbytes[key] = storage.nbytes()
+
+    def persistent(self, key: int) -> bool:
+        ref = self.refs.get(key)
+        return ref is not None and not ref.expired()
+
+    def note_deaths(self) -> None:
+        """The log does not report frees of what was allocated before it began: write them into it."""
+        gone = [key for key, (ref, _) in self._watched.items() if ref.expired()]
+        for key in gone:
+            _, nbytes = self._watched.pop(key)
+            with mark(f"{FREED}{nbytes}"):
+                pass
+
+
+def _known(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterable[tuple[str, torch.Tensor, Kind]]:
+    if model is not None:
+        for name, parameter in model.named_parameters():
+            yield name, parameter, "parameter"
+            if parameter.grad is not None:
+                yield f"{name}.grad", parameter.grad, "gradient"
+        for name, buffer in model.named_buffers():
+            yield name, buffer, "buffer"
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield "", parameter, "parameter"
+                if parameter.grad is not None:
+                    yield "", parameter.grad, "gradient"
+        for state in optimizer.state.values():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield name, value, "optimizer-state"
+
+
+def _all_tensors() -> list[torch.Tensor]:
+    # type(), not isinstance(): the latter asks the object, and lazy proxies answer with side effects.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def state_bytes(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str) -> list[tuple[str, int]]:
+    """What parameters, their gradients and the optimizer's state take, the last two also where they are not made yet."""
+    seen: set[int] = set()
+    sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "buffers": 0}
+    trained: dict[int, torch.Tensor] = {}
+    for _, tensor, kind in _known(model, optimizer):
+        if saved_elsewhere(tensor) or tensor.device.type != device:
+            continue
+        key = tensor.untyped_storage()._cdata
+        if key in seen:
+            continue
+        seen.add(key)
+        nbytes = tensor.untyped_storage().nbytes()
+        match kind:
+            case "parameter":
+                sizes["parameters"] += nbytes
+                if tensor.requires_grad:
+                    sizes["gradients"] += nbytes
+                    trained[id(tensor)] = tensor
+            case "buffer":
+                sizes["buffers"] += nbytes
+            case "optimizer-state":
+                sizes["optimizer state"] += nbytes
+    if optimizer is not None:
+        fresh = [t for g in optimizer.param_groups for t in g["params"] if t.requires_grad and t not in optimizer.state]
+        sizes["optimizer state"] += sum(t.untyped_storage().nbytes() * _states_per_parameter(optimizer) for t in fresh)
+    return [(name, nbytes) for name, nbytes in sizes.items() if nbytes]
+
+
+def _states_per_parameter(optimizer: Any) -> int:
+    """Tensors of a parameter's size that PyTorch's own optimizers make at their first step; 0 for those we do not know."""
+    options = optimizer.defaults
+    match type(optimizer).__name__:
+        case "Adam" | "AdamW" | "NAdam" | "RAdam" | "Adamax":
+            return 3 if options.get("amsgrad") else 2
+        case "SGD":
+            return 1 if options.get("momentum") else 0
+        case "RMSprop":
+            return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+        case "Adagrad":
+            return 1
+        case "Adadelta":
+            return 2
+        case _:
+            return 0

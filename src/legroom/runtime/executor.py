@@ -1,0 +1,280 @@
+"""A planned step: the schedule's instructions, carried out at the ticks they are written for.
+
+The schedule says when to act; what a tensor is, and how to make it again, is taken from the step itself. Where the step is not the
+one that was planned for (another size, another order), the rest of it runs under the reactive policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import torch
+from torch._C import _DisableTorchDispatch as no_dispatch
+
+from legroom.alloclog import TICK, mark
+from legroom.ir import Trace
+from legroom.runtime.census import Census
+from legroom.runtime.device import HostCopy
+from legroom.runtime.lineage import Lineage, Made, tensors_in, written_arguments
+from legroom.runtime.replay import replay
+from legroom.runtime.residency import Entry, Handle, Kept, Ledger, number_of, saved_elsewhere
+from legroom.runtime.shelter import Shelter, bring_back
+from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Program:
+    """A schedule laid out for running: made once for each plan, used by every step."""
+
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self.trace = trace
+        self.at: list[tuple[Instruction, ...]] = [()] * (len(trace.ticks) + 1)
+        grouped: dict[int, list[Instruction]] = {}
+        for instruction in schedule.instructions:
+            grouped.setdefault(instruction.tick, []).append(instruction)
+        for tick, instructions in grouped.items():
+            self.at[tick] = tuple(instructions)
+        self.expected = [(t.kind, t.storage, trace.storages[t.storage].nbytes) for t in trace.ticks]
+        self.managed = frozenset(i.storage for i in schedule.instructions)
+        replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
+        in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
+        self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        self.last_drop = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
+        self.replayed_storages = sorted({i.storage for i in schedule.instructions if isinstance(i, Replay)})
+
+
+class Executor:
+    """The hooks and the op handler of one planned step."""
+
+    def __init__(self, ledger: Ledger, program: Program, device_type: str, *, kept: frozenset[int], check: int, measured: bool, fallbacks: Counter[str]) -> None:
+        self.ledger = ledger
+        self.program = program
+        self.device_type = device_type
+        self.kept = kept
+        self.lineage = Lineage(ledger)
+        self.tick = 0
+        self.ops = 0
+        self.entries: dict[int, Entry] = {}
+        self.late: list[int] = []
+        self.check = check  # the storage whose replay is compared with the real bytes in this step; -1: none
+        self.checked: tuple[bytes, HostCopy] | None = None  # its digest and, should the replay fail, its bytes
+        self.mismatch = False
+        self.measured = measured
+        self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
+        self.fallbacks = fallbacks
+        self.reactive: Shelter | None = None
+        self._last = len(program.expected)
+        ledger.on_death = None
+
+    # hooks
+
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
+            tick = self._begin_tick()
+            if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
+                return Kept(tensor, -1, self.ledger.generation)
+            storage = tensor.untyped_storage()
+            if self.reactive is None:
+                kind, number, nbytes = self.program.expected[tick]
+                if kind == "pack" and nbytes == storage.nbytes():
+                    if number not in self.program.managed:
+                        return Kept(tensor, number, self.ledger.generation)
+                    entry = self.ledger.entry_of(tensor, number)
+                    if entry.number == number or entry.generation != self.ledger.generation:
+                        self.entries[number] = entry
+                        self.lineage.saved(entry)
+                        return self.ledger.handle(entry, tensor)
+                self._drift("a tensor of another size was saved")
+            assert self.reactive is not None
+            return self.reactive.pack_at(tick, tensor)
+
+    def unpack(self, packed: Handle | Kept) -> torch.Tensor:
+        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
+            entry = packed.entry if isinstance(packed, Handle) else None
+            tick = self._begin_tick(entry)
+            if self.reactive is None:
+                kind, number, _ = self.program.expected[tick]
+                mine = number_of(packed, self.ledger.generation)
+                if kind != "unpack" or (mine != number and mine != -1):
+                    self._drift("backward went another way")
+            packed.view.check()
+            if entry is None:
+                assert packed.view.tensor is not None
+                return packed.view.tensor
+            if not entry.in_memory:
+                self._bring_back(entry)
+            entry.finish_loading()
+            if packed.view.tensor is not None:
+                return packed.view.tensor
+            assert entry.base is not None
+            return packed.view.over(entry.base)
+
+    def finish(self) -> None:
+        """The step is over: it was shorter than planned if ticks are left."""
+        if self.reactive is None and self.tick != self._last:
+            self._drift("the step ended early")
+        self.lineage.nodes.clear()
+        if self.checked is not None:
+            self.checked[1].drop()
+            self.checked = None
+
+    # instructions
+
+    def _begin_tick(self, asked_for: Entry | None = None) -> int:
+        tick = self.tick
+        self.tick = tick + 1
+        if self.reactive is None and tick >= self._last:
+            self._drift("the step went on for longer")
+        if self.reactive is not None:
+            self.reactive.evict_idle(tick, asked_for)
+            return tick
+        if self.census is not None:
+            self.census.note_deaths()
+        if self.late:
+            self._release_late()
+        for instruction in self.program.at[tick]:
+            entry = self.entries.get(instruction.storage)
+            if entry is not None and entry.views:
+                self._do(instruction, entry)
+        return tick
+
+    def _do(self, instruction: Instruction, entry: Entry) -> None:
+        match instruction:
+            case SwapOut():
+                if entry.exclusive():
+                    entry.start_saving()
+            case Release():
+                if entry.host is not None and entry.exclusive():
+                    entry.release()
+                elif entry.in_memory:
+                    self.late.append(instruction.storage)
+            case Drop():
+                self._drop(entry)
+            case Prefetch():
+                if not entry.in_memory and entry.host is not None:
+                    entry.start_loading()
+            case Await():
+                if not entry.in_memory:
+                    self._bring_back(entry)
+                entry.finish_loading()
+            case Replay():
+                if not entry.in_memory:
+                    self._bring_back(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        if not entry.in_memory:
+            return
+        if not entry.exclusive():
+            self.late.append(entry.number)
+            return
+        if entry.host is not None:
+            entry.release()
+            return
+        frontier = self._frontier(entry)
+        if frontier is None:
+            self.fallbacks["swapped instead of recomputed"] += 1
+            entry.start_saving()
+        elif entry.number == self.check:
+            host, copy = self.ledger.device.copy_out(entry.flat())
+            self.checked = self.ledger.device.digest(entry.flat().untyped_storage()), host
+            copy.wait()
+        if frontier is not None:
+            self.ledger.pin(entry, frontier)
+        entry.release()
+
+    def _frontier(self, entry: Entry) -> list[Entry] | None:
+        node = entry.node
+        if node is None or node.maker is None:
+            return None
+        return self.lineage.frontier(node)
+
+    def _release_late(self) -> None:
+        still: list[int] = []
+        for number in self.late:
+            entry = self.entries.get(number)
+            if entry is None or not entry.views or not entry.in_memory:
+                continue
+            if entry.exclusive():
+                self.fallbacks["released later than planned"] += 1
+                entry.start_saving()
+                entry.release()
+            else:
+                still.append(number)
+        self.late = still
+
+    def _bring_back(self, entry: Entry) -> None:
+        if entry.number == self.check and self.checked is not None and entry.node is not None:
+            self._check(entry)
+        else:
+            bring_back(entry)
+        node = entry.node
+        if node is not None and self.tick > self.program.last_drop.get(entry.number, -1):
+            node.maker = None  # it will not be dropped again: what it was made from may go
+
+    def _check(self, entry: Entry) -> None:
+        """Hold one replay a step against the real bytes, which are on the host too this once."""
+        assert entry.node is not None and self.checked is not None
+        (digest, host), self.checked = self.checked, None
+        again = replay(entry.node)
+        if self.ledger.device.digest(again.untyped_storage()) == digest:
+            host.drop()
+            entry.adopt(again)
+        else:
+            self.mismatch = True
+            self.fallbacks["a replay gave other bits and was not used"] += 1
+            del again
+            entry.host = host
+            entry.start_loading()
+            entry.finish_loading()
+        self.ledger.unpin(entry)
+
+    # ops
+
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self.ops
+        self.ops = number + 1
+        expected = self.program.recorded.get(number)
+        if expected is None:
+            if _writes(func) and self.lineage.leaves:
+                return self._write(func, args, kwargs, None)
+            return func(*args, **kwargs)
+        if expected != str(func):
+            # Not the op that was planned for, hence not one whose replay was proven. What needed it is swapped instead.
+            return self._write(func, args, kwargs, None) if _writes(func) else func(*args, **kwargs)
+        with no_dispatch():
+            made = Made(number, func, args, kwargs, self.lineage.node_of)
+            known = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        result = self._write(func, args, kwargs, made) if _writes(func) else func(*args, **kwargs)
+        with no_dispatch():
+            self.lineage.made(made, result, known)
+        return result
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
+        with no_dispatch():
+            self.lineage.before_write(func, args, kwargs)
+        result = func(*args, **kwargs)
+        with no_dispatch():
+            self.lineage.after_write(func, args, kwargs, made)
+        return result
+
+    def backward_begins(self) -> None:
+        self.lineage.forget_forward()
+
+    # drift
+
+    def _drift(self, why: str) -> None:
+        self.fallbacks[f"drift: {why}"] += 1
+        self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept)
+
+
+_writing: dict[Any, bool] = {}
+
+
+def _writes(func: Any) -> bool:
+    found = _writing.get(func)
+    if found is None:
+        found = _writing[func] = bool(written_arguments(func))
+    return found

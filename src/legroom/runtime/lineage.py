@@ -1,0 +1,293 @@
+"""Lineage: which op made a value, from which values, and how to make it again.
+
+A `Node` is a value: one version of one storage, in this very step. It can be had from a tensor held for it, from the saved
+entry whose bytes it is, or from the op that made it. Nothing is looked up by position in a trace: a program that takes
+another path than the one planned for is replayed along the path it took.
+
+Replays run below autograd and autocast, with the generator state, grad mode and thread count of the first run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import _DisableTorchDispatch as no_dispatch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from legroom.errors import StepError
+from legroom.runtime.residency import Entry, Ledger, View
+
+# Ops that write tensors their schema does not declare, and where: running means and variances. In training they
+# do not enter the result, so a replay hands in copies.
+HIDDEN_WRITES: dict[str, tuple[int, ...]] = {
+    "aten.native_batch_norm.default": (3, 4),
+    "aten.cudnn_batch_norm.default": (3, 4),
+    "aten.miopen_batch_norm.default": (3, 4),
+    "aten._batch_norm_impl_index.default": (3, 4),
+}
+
+
+# Ops that take only the shape of their argument: replayed as `empty_strided`, so that they need no bytes.
+SHAPE_ONLY = ("empty_like", "new_empty", "new_empty_strided")
+
+
+def is_uninitialised(func: Any) -> bool:
+    """Whether an op gives memory that nobody has written."""
+    return bool(func.__name__.startswith(("empty", "new_empty")))
+
+
+def never_replayed(func: Any) -> str:
+    """Why an op is not replayed whatever its result; "" where a proof may be tried."""
+    if torch.Tag.inplace_view in func.tags:
+        return "changes a tensor's shape in place"
+    if func.namespace not in ("aten", "prims"):
+        return "an op from outside PyTorch may have state of its own"
+    name = func.__name__
+    if name.startswith("_foreach") or name.startswith("_fused"):
+        return "an op over lists of tensors"
+    if "out" in name.split(".")[-1].split("_"):
+        return "an out= op"
+    if name.startswith(("_cudnn_rnn", "set_", "resize", "_resize", "_local_scalar", "item", "equal")):
+        return "an op with state, or one that changes storages"
+    return ""
+
+
+_KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
+_NO_KEYS = _KeySet(_Key.Undefined)
+_PYTHON_KEYS = _KeySet(_Key.Python) | _KeySet(_Key.PythonTLSSnapshot)
+
+
+def tensors_in(args: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors in an op's arguments, in order, one level of lists deep as schemas have them."""
+    found: list[torch.Tensor] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(item for item in arg if isinstance(item, torch.Tensor))
+    return found
+
+
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments whose bytes the schema says an op writes; `t_()` and its like write none."""
+    if torch.Tag.inplace_view in func.tags:
+        return ()
+    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+class Node:
+    """One value of this step."""
+
+    __slots__ = ("__weakref__", "entry", "maker", "output", "tensor", "version", "weak")
+
+    def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
+        self.weak = StorageWeakRef(tensor.untyped_storage())  # keeps the address from being handed out again
+        self.maker = maker
+        self.output = output  # which output of its maker; -1 - i: the i-th written argument
+        self.entry: Entry | None = None
+        self.tensor: torch.Tensor | None = None  # held for its bytes: a leaf
+        self.version = 0
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        # Inside a mode detach() runs below the layer that makes it share the version counter: go through all layers.
+        with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _PYTHON_KEYS):
+            self.tensor = tensor.detach()
+        self.version = self.tensor._version
+
+    def bytes_at_hand(self) -> torch.Tensor | None:
+        """A tensor over this value's storage if it is in memory."""
+        entry = self.entry
+        if entry is not None and entry.node is self and entry.in_memory:
+            entry.finish_loading()
+            return entry.base if entry.base is not None else next(v.tensor for v in entry.views if v.tensor is not None)
+        if self.tensor is not None:
+            if self.tensor._version != self.version:
+                raise StepError(
+                    f"a tensor of shape {list(self.tensor.shape)} that a dropped activation is recomputed from was changed in place "
+                    "during backward; legroom cannot replay from it. Move the change after backward, or plan without recomputation"
+                )
+            return self.tensor
+        return None
+
+    def on_host(self) -> Entry | None:
+        entry = self.entry
+        return entry if entry is not None and entry.node is self and entry.host is not None else None
+
+
+class Argument:
+    """A tensor argument of a recorded op: a value, and how it was viewed."""
+
+    __slots__ = ("layout", "node")
+
+    def __init__(self, node: Node, tensor: torch.Tensor) -> None:
+        self.node = node
+        self.layout = View(tensor)
+        self.layout.let_go()
+
+
+def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list[Node]) -> Any:
+    """An argument with its tensors replaced. Not a closure: one that calls itself is a cycle, and would keep what it saw."""
+    if isinstance(value, torch.Tensor):
+        argument = Argument(node_of(value), value)
+        inputs.append(argument.node)
+        return argument
+    if isinstance(value, (list, tuple)):
+        return [_reference(item, node_of, inputs) for item in value]
+    return value
+
+
+class Made:
+    """One recorded op, with all that is needed to run it again."""
+
+    __slots__ = ("args", "func", "generator", "grad", "inputs", "kwargs", "order", "rng", "threads", "written")
+
+    def __init__(self, order: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[torch.Tensor], Node]) -> None:
+        self.order = order
+        self.func = func
+        self.inputs: list[Node] = []
+        if func.__name__.split(".")[0] in SHAPE_ONLY:
+            args, kwargs = (), {}  # become_empty_like() will fill them in
+        self.args = [_reference(value, node_of, self.inputs) for value in args]
+        self.kwargs = {name: _reference(value, node_of, self.inputs) for name, value in kwargs.items()}
+        self.grad = torch.is_grad_enabled()
+        self.threads = torch.get_num_threads()
+        self.generator: torch.Generator | None = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        self.rng: torch.Generator | None = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # A clone of the generator, not its state: the state is a tensor, and would count.
+            self.rng = (self.generator or torch.default_generator).clone_state()
+        self.written = [i for i, _ in written_arguments(func) if i < len(args) and isinstance(args[i], torch.Tensor)]
+
+
+    def become_empty_like(self, tensor: torch.Tensor) -> None:
+        self.func = torch.ops.aten.empty_strided.default
+        self.args = [list(tensor.size()), list(tensor.stride())]
+        self.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+
+
+def rng_state(generator: torch.Generator | None) -> bytes:
+    """A generator's state outside tensor memory, so that remembering it costs the budget nothing."""
+    with no_dispatch():
+        return (generator or torch.default_generator).get_state().numpy().tobytes()
+
+
+def set_rng_state(generator: torch.Generator | None, state: bytes) -> None:
+    with no_dispatch():
+        (generator or torch.default_generator).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class Lineage:
+    """The values of one step that a plan may want to make again."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.nodes: dict[int, Node] = {}
+        self.leaves: weakref.WeakValueDictionary[int, Node] = weakref.WeakValueDictionary()
+        self.copies_before_write = 0
+
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """The value a tensor shows now."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        node = self.nodes.get(key)
+        if node is not None and not node.weak.expired():
+            return node
+        entry = self.ledger.by_key.get(key)
+        if entry is not None and entry.node is not None:
+            return entry.node
+        node = Node(tensor, None, 0)
+        if entry is not None:
+            node.entry, entry.node = entry, node
+        else:
+            with no_dispatch():
+                node.hold(tensor)
+            self.leaves[key] = node
+        self.nodes[key] = node
+        return node
+
+    def saved(self, entry: Entry) -> None:
+        """A storage became an entry: from now on the entry answers for its bytes."""
+        node = self.nodes.get(entry.key)
+        if node is not None and not node.weak.expired() and entry.node is None:
+            node.entry, entry.node, node.tensor = entry, node, None
+
+    def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A leaf that replays read is about to be changed: keep its old bytes for them."""
+        for tensor in written_tensors(func, args, kwargs):
+            key = tensor.untyped_storage()._cdata
+            leaf = self.leaves.get(key)
+            if leaf is not None and leaf.tensor is not None and leaf.tensor.untyped_storage()._cdata == key:
+                with no_dispatch():
+                    layout = View(leaf.tensor)
+                    layout.let_go()
+                    leaf.hold(layout.over(copy_of_bytes(leaf.tensor)))
+                self.copies_before_write += 1
+
+    def after_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> None:
+        """Every written storage shows its next version now."""
+        for i, tensor in enumerate(written_tensors(func, args, kwargs)):
+            key = tensor.untyped_storage()._cdata
+            old = self.nodes.pop(key, None)
+            entry = self.ledger.by_key.get(key)
+            if made is not None:
+                node = Node(tensor, made, -1 - i)
+                self.nodes[key] = node
+                if entry is not None:
+                    node.entry, entry.node = entry, node
+            elif entry is not None:
+                entry.node = None
+            if old is not None:
+                old.entry = None
+
+    def made(self, made: Made, result: Any, known: set[int]) -> None:
+        """Give every fresh output its node. `known` are the storages of the arguments: an output over one of them is a view."""
+        outputs = result if isinstance(result, (list, tuple)) else (result,)
+        if made.func.__name__.split(".")[0] in SHAPE_ONLY:
+            made.become_empty_like(outputs[0])
+        for i, tensor in enumerate(outputs):
+            if isinstance(tensor, torch.Tensor):
+                key = tensor.untyped_storage()._cdata
+                if key not in known:
+                    self.nodes[key] = Node(tensor, made, i)
+
+    def frontier(self, node: Node) -> list[Entry] | None:
+        """The entries that a replay of this node would read, or None if something it needs cannot be had."""
+        entries: dict[int, Entry] = {}
+        seen: set[int] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            entry = current.entry
+            if entry is not None and entry.node is current and current is not node:
+                entries[id(entry)] = entry
+                if entry.in_memory or entry.host is not None:
+                    continue
+            elif current.tensor is not None:
+                continue
+            if current.maker is None:
+                return None
+            stack.extend(current.maker.inputs)
+        return list(entries.values())
+
+    def forget_forward(self) -> None:
+        """Backward begins: values nobody has recorded as an input, saved or dropped are of no use any more."""
+        self.nodes.clear()
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for i, name in written_arguments(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        found.extend(tensors_in((value,)))
+    return found
+
+
+def copy_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return flat.clone()

@@ -1,0 +1,111 @@
+"""The two places where eager PyTorch is intercepted, and how they are put in and taken out.
+
+Saved-tensor hooks see what autograd keeps. A dispatch mode sees ops. The mode is not neutral inside the autograd engine,
+where PyTorch takes other formulas while any mode is on, so it is taken off around every call into the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class OpMode(TorchDispatchMode):
+    """Hands every op to one function."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling this method imports the compiler and costs a wrapper on every op
+
+    def __init__(self, handler: OpHandler) -> None:
+        super().__init__()
+        self.handler = handler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):  # higher-order ops: not ours to see into
+            return func(*args, **(kwargs or {}))
+        return self.handler(func, args, kwargs or {})
+
+
+class Engine:
+    """Stands in for the autograd engine while a step runs: the mode is off inside, and the step hears of it."""
+
+    def __init__(self, real: Any, mode: OpMode | None, entered: Callable[[], None], left: Callable[[], None]) -> None:
+        self._real = real
+        self._mode = mode
+        self._entered = entered
+        self._left = left
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._mode
+        if mode is not None and mode not in _get_current_dispatch_mode_stack():
+            mode = None  # another thread's backward, or one inside ours
+        above = _pop_down_to(mode)
+        for other in reversed(above):
+            _push_mode(other)
+        self._entered()
+        try:
+            return self._real.run_backward(*args, **kwargs)
+        finally:
+            self._left()
+            if mode is not None:
+                for _ in above:
+                    _pop_mode()
+                _push_mode(mode)
+                for other in reversed(above):
+                    _push_mode(other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _pop_down_to(mode: OpMode | None) -> list[Any]:
+    """Take our mode off the stack, and return what the user had put above it, topmost first."""
+    above: list[Any] = []
+    while mode is not None and (top := _pop_mode()) is not mode:
+        above.append(top)
+    return above
+
+
+class Interception:
+    """Everything that is put into PyTorch for a step, and taken out again whatever happens."""
+
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        *,
+        handler: OpHandler | None,
+        entered: Callable[[], None],
+        left: Callable[[], None],
+    ) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._mode = OpMode(handler) if handler is not None else None
+        self._entered, self._left = entered, left
+        self._engine: Any = None
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+        self._engine = torch.autograd.Variable._execution_engine
+        torch.autograd.Variable._execution_engine = Engine(self._engine, self._mode, self._entered, self._left)  # type: ignore[assignment]
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._mode is not None:
+                self._mode.__exit__(*error)
+        finally:
+            torch.autograd.Variable._execution_engine = self._engine
+            self._hooks.__exit__(*error)

@@ -1,0 +1,356 @@
+"""What one sheltered step did, op by op, and the proof that its ops can be replayed.
+
+The proof is made where everything is at hand. A functional op is run, its result digested and freed, and run again from the same
+generator state; an in-place op is run, its target put back from the host, and run again. Equal digests prove the
+op. Then every input of every op is digested again where it is read, and every saved storage where it is evicted: bytes
+that changed in between were changed by something PyTorch cannot see, and no replay is trusted across that.
+Neither takes more memory than the op itself, so the proof holds under any budget.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import _DisableTorchDispatch as no_dispatch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from legroom.alloclog import OP, OWN, PROOF, STANDS, mark
+from legroom.ir import Phase, Value
+from legroom.runtime.census import Census
+from legroom.runtime.device import Device
+from legroom.runtime.lineage import (
+    HIDDEN_WRITES,
+    SHAPE_ONLY,
+    is_uninitialised,
+    never_replayed,
+    rng_state,
+    set_rng_state,
+    tensors_in,
+    written_tensors,
+)
+from legroom.runtime.residency import Entry, saved_elsewhere
+
+_OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+CHANGED = "its result was changed by something PyTorch cannot see"
+
+
+@dataclass(slots=True)
+class SeenStorage:
+    nbytes: int
+    key: int
+    first_key: int
+    lasting: bool  # from before the step
+    ref: StorageWeakRef
+    name: str
+    version: int = 0
+    digest: bytes | None = None
+    packed: bool = False
+    held: bool = False
+    gap_version: int = 0
+    gaps: list[tuple[int, int]] | None = None
+    gradient: bool = False
+
+
+@dataclass(slots=True)
+class SeenOp:
+    name: str
+    phase: Phase
+    shapes: str
+    reads: list[Value]
+    writes: list[Value]
+    output_bytes: int
+    why_not: str
+    module: str
+    line: str
+
+
+@dataclass(slots=True)
+class SeenTick:
+    kind: str
+    storage: int
+
+
+class Recorder:
+    """Storages, ops and ticks of one step."""
+
+    def __init__(self, device: Device, census: Census, *, proving: bool) -> None:
+        self.device = device
+        self.census = census
+        self.proving = proving
+        self.storages: list[SeenStorage] = []
+        self.ops: list[SeenOp] = []
+        self.ticks: list[SeenTick] = []
+        self.makers: dict[Value, int] = {}
+        self.phase: Phase = "forward"
+        self.modules: list[str] = []
+        self._by_key: dict[int, int] = {}
+        self._lasting: set[int] = set()  # storages from before the step
+        self._garbage: dict[int, int] = {}  # storages nobody has written yet, and the op that made them
+
+    # storages
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage in this step."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._by_key.get(key)
+        if known is not None and (self.storages[known].key == key and not self.storages[known].ref.expired()):
+            return known
+        number = len(self.storages)
+        lasting = key in self.census.kinds and not self.census.refs[key].expired()
+        name = self.census.names[key] if lasting else self.module()
+        self.storages.append(SeenStorage(storage.nbytes(), key, key, lasting, StorageWeakRef(storage), name))
+        self._by_key[key] = number
+        if lasting:
+            self._lasting.add(number)
+        return number
+
+    def moved(self, number: int, tensor: torch.Tensor) -> None:
+        """A storage came back from the host at another address."""
+        storage = tensor.untyped_storage()
+        seen = self.storages[number]
+        self._by_key.pop(seen.key, None)
+        seen.key, seen.ref = storage._cdata, StorageWeakRef(storage)
+        self._by_key[seen.key] = number
+
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    # ops
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with no_dispatch():
+            inputs = tensors_in((*args, *kwargs.values()))
+            plain = [t for t in inputs if not saved_elsewhere(t)]
+            odd = len(plain) < len(inputs)
+            self._check_unchanged(plain)
+            reads = list(dict.fromkeys((n, self.storages[n].version) for n in map(self.number, plain)))
+            if func.__name__.split(".")[0] in SHAPE_ONLY:
+                reads = []
+            written = [t for t in written_tensors(func, args, kwargs) if not saved_elsewhere(t)]
+            garbage = [n for n, version in reads if version == 0 and n in self._garbage]
+        why_not = "a tensor subclass or a layout that is not strided" if odd else never_replayed(func)
+        if self.phase != "forward" and not why_not:
+            why_not = "not in forward"
+        if not why_not and any(self.number(t) in self._lasting for t in written):
+            why_not = "writes a tensor that lives across steps"
+        if why_not or not self.proving:
+            with mark(OP):
+                result = func(*args, **kwargs)
+            why_not = why_not or "not proven yet"
+        elif is_uninitialised(func):
+            with mark(OP):
+                result = func(*args, **kwargs)
+        elif written:
+            result, why_not = self._prove_in_place(func, args, kwargs, written)
+        else:
+            result, why_not = self._prove(func, args, kwargs, plain)
+        with no_dispatch():
+            self._note(func, result, plain, written, reads, why_not)
+            self._note_garbage(func, garbage, why_not)
+        return result
+
+    def _note_garbage(self, func: Any, garbage: list[int], why_not: str) -> None:
+        """Uninitialised memory is replayable only while all that reads it is a write proven not to depend on it."""
+        op = self.ops[-1]
+        for number in garbage:
+            overwritten = (number, 1) in op.writes
+            if op.writes and (not overwritten or why_not):
+                self.ops[self._garbage[number]].why_not = "uninitialised memory"
+        if is_uninitialised(func):
+            self._garbage.update((number, len(self.ops) - 1) for number, version in op.writes if version == 0)
+
+    def _prove(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> tuple[Any, str]:
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        with mark(OWN):
+            rng = rng_state(generator) if seeded else None
+            keys = {t.untyped_storage()._cdata for t in inputs}
+            before = self._digests(inputs)
+        with mark(PROOF):
+            result = func(*args, **kwargs)
+            outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
+            why_not = self._why_not_twice(func, outputs, keys, before, inputs)
+            if not why_not:
+                first = _digests_of(self.device, outputs)
+                del result, outputs
+        if why_not:
+            with mark(STANDS):
+                pass
+            return result, why_not if why_not != "view" else ""
+        again = list(args)
+        with mark(OWN), no_dispatch():
+            for i in HIDDEN_WRITES.get(str(func), ()):
+                if i < len(again) and again[i] is not None:
+                    again[i] = again[i].clone()
+            if rng is not None:
+                set_rng_state(generator, rng)
+        with mark(OP):
+            result = func(*again, **kwargs)
+        with mark(OWN):
+            again.clear()
+        outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
+        same = first == _digests_of(self.device, outputs)
+        return result, "" if same else "two runs gave different bits"
+
+    def _why_not_twice(self, func: Any, outputs: list[torch.Tensor], keys: set[int], before: list[bytes], inputs: list[torch.Tensor]) -> str:
+        if any(saved_elsewhere(t) for t in outputs):
+            return "makes a tensor that is not strided"
+        over_inputs = [t.untyped_storage()._cdata in keys for t in outputs]
+        if outputs and all(over_inputs):
+            return "view"
+        if any(over_inputs):
+            return "returns views beside new tensors"
+        if not outputs:
+            return "makes no tensor"
+        if str(func) not in HIDDEN_WRITES and before != self._digests(inputs):
+            return "writes its inputs without saying so"
+        return ""
+
+    def _prove_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> tuple[Any, str]:
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        whole = [t for t in {t.untyped_storage()._cdata: t for t in written}.values() if t.untyped_storage().nbytes()]
+        with mark(OWN), no_dispatch():
+            rng = rng_state(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
+            flats = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in whole]
+            garbage = [(n := self.number(t)) in self._garbage and self.storages[n].version == 0 for t in whole]
+            copies = {i: self.device.copy_out(flat) for i, flat in enumerate(flats) if not garbage[i]}
+            for _, copy in copies.values():
+                copy.wait()
+        with mark(PROOF):
+            result = func(*args, **kwargs)
+            first = _digests_of(self.device, whole)
+        outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in {f.untyped_storage()._cdata for f in flats}]
+        if fresh:
+            with mark(STANDS):
+                pass
+            for host, _ in copies.values():
+                host.drop()
+            return result, "writes in place and makes new tensors"
+        with mark(OWN), no_dispatch():
+            for i, flat in enumerate(flats):
+                if garbage[i]:
+                    # Other bytes than before: only an op that overwrites all of them gives the same result again.
+                    flat.bitwise_not_()
+                else:
+                    host, _ = copies[i]
+                    self.device.copy_in(host, flat).wait()
+                    host.drop()
+            if rng is not None:
+                set_rng_state(generator, rng)
+        with mark(OP):
+            result = func(*args, **kwargs)
+        same = first == _digests_of(self.device, whole)
+        return result, "" if same else "two runs gave different bits"
+
+    def _note(self, func: Any, result: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], reads: list[Value], why_not: str) -> None:
+        op = len(self.ops)
+        writes: list[Value] = []
+        for tensor in {t.untyped_storage()._cdata: t for t in written}.values():
+            seen = self.storages[number := self.number(tensor)]
+            seen.version += 1
+            writes.append((number, seen.version))
+            self._learn(number, tensor)
+        keys = {t.untyped_storage()._cdata for t in inputs}
+        output_bytes = 0
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
+            if saved_elsewhere(tensor) or tensor.untyped_storage()._cdata in keys:
+                continue
+            number = self.number(tensor)
+            if (number, 0) not in writes:
+                writes.append((number, 0))
+                output_bytes += tensor.untyped_storage().nbytes()
+                self._learn(number, tensor)
+        for value in writes:
+            self.makers[value] = op
+        shapes = ",".join(str(list(t.shape)) for t in inputs)
+        self.ops.append(SeenOp(str(func), self.phase, shapes, reads, writes, output_bytes, why_not, self.module(), _user_line()))
+
+    # what PyTorch cannot see
+
+    def _digests(self, tensors: list[torch.Tensor]) -> list[bytes]:
+        return _digests_of(self.device, list({t.untyped_storage()._cdata: t for t in tensors}.values()))
+
+    def _learn(self, number: int, tensor: torch.Tensor) -> None:
+        if self.proving and self.phase == "forward":
+            self.storages[number].digest = self.device.digest(tensor.untyped_storage())
+
+    def _check_unchanged(self, tensors: list[torch.Tensor]) -> None:
+        if self.proving and self.phase == "forward":
+            for tensor in {t.untyped_storage()._cdata: t for t in tensors}.values():
+                self.compare(self.number(tensor), tensor.untyped_storage())
+
+    def compare(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Bytes that differ from what the last op left are a new version that nothing can replay."""
+        seen = self.storages[number]
+        if not self.proving:
+            return
+        now = self.device.digest(storage)
+        if seen.digest is not None and seen.digest != now:
+            maker = self.makers.get((number, seen.version))
+            if maker is not None:
+                self.ops[maker].why_not = CHANGED
+            with mark(OP):
+                pass
+            before = (number, seen.version)
+            seen.version += 1
+            self.ops.append(SeenOp("legroom.unseen_write", self.phase, "", [before], [(number, seen.version)], 0, CHANGED, self.module(), ""))
+        seen.digest = now
+
+    def compare_sources(self, number: int) -> None:
+        """A saved value is about to be used: were the lasting tensors it was made from left alone?"""
+        maker = self.makers.get((number, self.storages[number].gap_version))
+        if maker is None or not self.proving:
+            return
+        op = self.ops[maker]
+        for source, version in op.reads:
+            seen = self.storages[source]
+            if source not in self._lasting or seen.version != version or seen.digest is None:
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(seen.ref.cdata)
+            if storage is not None and seen.digest != self.device.digest(storage):
+                op.why_not = "it reads a tensor that was changed by something PyTorch cannot see"
+
+    # ticks
+
+    def tick(self, kind: str, number: int) -> None:
+        self.ticks.append(SeenTick(kind, number))
+        if kind == "pack":
+            self.storages[number].packed = True
+
+    def odd_tick(self, kind: str) -> None:
+        """A tensor without a plain storage on this device; it stands for nothing in the trace."""
+        self.ticks.append(SeenTick(kind, -1))
+
+    def bind_garbage(self, number: int) -> None:
+        if self.storages[number].version == 0 and number in self._garbage:
+            self.ops[self._garbage[number]].why_not = "uninitialised memory"
+
+    def gap(self, entry: Entry, end: int) -> None:
+        seen = self.storages[entry.number]
+        if entry.gap_start >= 0 and entry.gap_start < end:
+            if seen.gaps is None:
+                seen.gaps = []
+            seen.gaps.append((entry.gap_start, end))
+
+
+def _digests_of(device: Device, tensors: list[torch.Tensor]) -> list[bytes]:
+    return [device.digest(t.untyped_storage()) for t in tensors]
+
+
+def _user_line() -> str:
+    """Where in the user's code an op was called."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OUTSIDE) and not file.startswith("<"):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

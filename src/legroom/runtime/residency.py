@@ -1,0 +1,270 @@
+"""What autograd saved, where its bytes are now, and how they come back.
+
+An `Entry` is one saved storage. Autograd gets `Handle`s to it, one a saved view. The rule that makes eviction safe: **a storage is
+copied or dropped only while nothing but its own handles refers to it.** Then nobody, neither an in-place op on a sibling view
+nor a numpy array over the same bytes, can change it between the copy and its use, and freeing it frees memory.
+Handles count uses by their own lifetime, never by unpack calls: unpack may come twice, in any order, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _DisableTorchDispatch as no_dispatch
+
+from legroom.runtime.device import Copy, Device, HostCopy
+
+if TYPE_CHECKING:
+    from legroom.runtime.lineage import Node
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def _count_of_sole_owner() -> int:
+    """What the use count reads for a storage with one tensor: the call itself may hold one more."""
+    alone = torch.empty(1)
+    key = storage_key(alone)
+    return _use_count(key)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a storage for as long as somebody holds it."""
+    return tensor.untyped_storage()._cdata
+
+
+_ALONE = _count_of_sole_owner()
+
+
+class View:
+    """How one saved tensor lies in its storage, and, while it is in memory, the tensor itself."""
+
+    __slots__ = ("conj", "dtype", "moved_to", "neg", "offset", "size", "stride", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version: int = tensor._version
+        self.moved_to: int | None = None  # the version an in-place write had brought it to when it was evicted
+
+    def check(self) -> None:
+        """Plain PyTorch's check, which saved-tensor hooks switch off."""
+        now = self.tensor._version if self.tensor is not None else self.moved_to
+        if now is not None and now != self.version:
+            shape = list(self.tensor.shape) if self.tensor is not None else list(self.size)
+            kind = self.tensor.type() if self.tensor is not None else f"torch.{self.dtype}"
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
+                f"is at version {now}; expected version {self.version} instead. Hint: enable anomaly detection to find the "
+                "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+
+    def let_go(self) -> None:
+        """Remember the layout and release the tensor."""
+        tensor = self.tensor
+        if tensor is None:
+            return
+        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+        if tensor._version != self.version:
+            self.moved_to = tensor._version
+        self.tensor = None
+
+    def over(self, base: torch.Tensor) -> torch.Tensor:
+        """The same view of bytes that came back."""
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            view = torch._C._conj(view) if hasattr(torch._C, "_conj") else view.conj()
+        if self.neg:
+            view = torch._neg_view(view)
+        return view
+
+
+class Entry:
+    """One saved storage: in memory (views or `base` hold it), on the host (`host`), or to be replayed (`node`)."""
+
+    __slots__ = ("base", "gap_start", "generation", "host", "key", "ledger", "loading", "nbytes", "node", "number", "pins", "saving", "views")
+
+    def __init__(self, ledger: Ledger, number: int, key: int, nbytes: int) -> None:
+        self.ledger = ledger
+        self.number = number
+        self.key = key
+        self.nbytes = nbytes
+        self.views: list[View] = []
+        self.base: torch.Tensor | None = None
+        self.host: HostCopy | None = None
+        self.saving: Copy | None = None
+        self.loading: Copy | None = None
+        self.node: Node | None = None
+        self.pins = 0  # dropped entries whose replay reads this one
+        self.gap_start = -1
+        self.generation = ledger.generation
+
+    @property
+    def in_memory(self) -> bool:
+        return self.key != 0
+
+    def exclusive(self) -> bool:
+        """Whether nothing but this entry refers to its bytes."""
+        ours = sum(view.tensor is not None for view in self.views) + (self.base is not None)
+        return self.key != 0 and self.loading is None and _use_count(self.key) == _ALONE - 1 + ours
+
+    def start_saving(self) -> None:
+        if self.host is None:
+            self.host, self.saving = self.ledger.device.copy_out(self.flat())
+
+    def release(self) -> None:
+        """Free the bytes; they must be on the host or replayable by now."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            try:
+                saving.wait()
+            except BaseException:
+                self.host = None  # the bytes never arrived: the copy in memory is the only one
+                raise
+        for view in self.views:
+            view.let_go()
+        self.ledger.by_key.pop(self.key, None)
+        self.base = None
+        self.key = 0
+
+    def start_loading(self) -> None:
+        if self.key == 0:
+            assert self.host is not None
+            base = self.ledger.device.allocate(self.nbytes)
+            self.loading = self.ledger.device.copy_in(self.host, base)
+            self.adopt(base)
+
+    def finish_loading(self) -> None:
+        if self.loading is not None:
+            loading, self.loading = self.loading, None
+            loading.wait()
+
+    def adopt(self, base: torch.Tensor) -> None:
+        """Take bytes that came back, from the host or from a replay."""
+        self.base = base
+        self.key = storage_key(base)
+        self.ledger.by_key[self.key] = self
+
+    def flat(self) -> torch.Tensor:
+        """All bytes as one tensor."""
+        if self.base is None:
+            tensor = next(view.tensor for view in self.views if view.tensor is not None)
+            with no_dispatch():
+                self.base = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return self.base
+
+    def forget(self, view: View) -> None:
+        self.views.remove(view)
+        if not self.views and not self.pins:
+            self.die()
+
+    def die(self) -> None:
+        in_memory = self.key != 0
+        if self.saving is not None or self.loading is not None:
+            self._settle()
+        self.ledger.by_key.pop(self.key, None)
+        self.base = None
+        self.key = 0
+        if self.host is not None:
+            self.host.drop()
+            self.host = None
+        node, self.node = self.node, None
+        if node is not None:
+            self.ledger.unpin(self)
+        self.ledger.died(self, in_memory)
+
+    def _settle(self) -> None:
+        """A thread may still work on these bytes: wait, and let its error be; nobody wants them any more."""
+        for copy in (self.saving, self.loading):
+            if copy is not None:
+                try:
+                    copy.wait()
+                except Exception:  # the copy is of no use to anybody now
+                    pass
+        self.saving = self.loading = None
+
+
+class Handle:
+    """What autograd holds for one saved tensor."""
+
+    __slots__ = ("entry", "view")
+
+    def __init__(self, entry: Entry, view: View) -> None:
+        self.entry = entry
+        self.view = view
+
+    def __del__(self) -> None:
+        self.entry.forget(self.view)
+
+
+class Kept:
+    """A saved tensor that stays: too small, not ours to move, or kept by the plan."""
+
+    __slots__ = ("generation", "number", "view")
+
+    def __init__(self, tensor: torch.Tensor, number: int, generation: int) -> None:
+        self.view = View(tensor)
+        self.number = number
+        self.generation = generation
+
+
+def number_of(packed: Handle | Kept, generation: int) -> int:
+    """The number its step gave to the storage behind a saved tensor; -1 where that was another step."""
+    owner = packed.entry if isinstance(packed, Handle) else packed
+    return owner.number if owner.generation == generation else -1
+
+
+class Ledger:
+    """All entries of a room. Handles may outlive the step that made them, so the ledger belongs to the room."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.by_key: dict[int, Entry] = {}
+        self.entries = 0
+        self.generation = 0  # counts steps: numbers of storages mean something within one step only
+        self.pinned: dict[int, list[Entry]] = {}
+        self.on_death: Callable[[Entry, bool], None] | None = None
+
+    def entry_of(self, tensor: torch.Tensor, number: int) -> Entry:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entry = self.by_key.get(key)
+        if entry is None:
+            entry = Entry(self, number, key, storage.nbytes())
+            self.by_key[key] = entry
+            self.entries += 1
+        return entry
+
+    def handle(self, entry: Entry, tensor: torch.Tensor) -> Handle:
+        view = View(tensor)
+        entry.views.append(view)
+        if entry.host is not None:
+            # Saved again after it had been copied out: the copy may be old by now.
+            entry.finish_loading()
+            entry._settle()
+            entry.host.drop()
+            entry.host = None
+        return Handle(entry, view)
+
+    def pin(self, entry: Entry, frontier: list[Entry]) -> None:
+        for needed in frontier:
+            needed.pins += 1
+        self.pinned[id(entry)] = frontier
+
+    def unpin(self, entry: Entry) -> None:
+        for needed in self.pinned.pop(id(entry), ()):
+            needed.pins -= 1
+            if not needed.pins and not needed.views:
+                needed.die()
+
+    def died(self, entry: Entry, in_memory: bool) -> None:
+        self.entries -= 1
+        if self.on_death is not None:
+            self.on_death(entry, in_memory)
+
+
+def saved_elsewhere(tensor: Any) -> bool:
+    """Tensors whose bytes are not a plain strided storage: kept as they are."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized

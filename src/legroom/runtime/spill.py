@@ -1,0 +1,113 @@
+"""The file that swapped bytes go to on the CPU, and the threads that carry them.
+
+The file has no name: it is unlinked as soon as it is open, so it is gone at exit, after a crash and after a kill. pread and
+pwrite rather than a mapping, because mapped pages count as resident. One thread a direction: copies of one direction
+run in order, the two directions overlap, and both overlap with compute because the system calls drop the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from bisect import insort
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from legroom.errors import DeviceError
+from legroom.units import format_bytes
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the file. `nbytes` is what it holds, `room` what it takes."""
+
+    offset: int
+    nbytes: int
+    room: int
+
+
+class SpillFile:
+    """Slots of an unlinked file, reused by size class, and a reader and a writer thread."""
+
+    def __init__(self, directory: str | None = None) -> None:
+        where = directory if directory is not None else tempfile.gettempdir()
+        self.directory = where
+        try:
+            self._fd: int | None = _open_unlinked(where)
+        except OSError as error:
+            raise DeviceError(f"cannot make a spill file in {where!r}: {error.strerror}; name another folder as spill_dir") from error
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="legroom-out")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="legroom-in")
+
+    def take(self, nbytes: int) -> Slot:
+        room = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        free = self._free.get(room)
+        if free:
+            return Slot(free.pop(0), nbytes, room)
+        offset = self._end
+        self._end += room
+        return Slot(offset, nbytes, room)
+
+    def give_back(self, slot: Slot) -> None:
+        # The lowest offset is reused first, so that the file, and the page cache behind it, stays as short as it can.
+        insort(self._free.setdefault(slot.room, []), slot.offset)
+
+    def write(self, address: int, slot: Slot) -> Future[None]:
+        return self._writer.submit(self._write_all, address, slot)
+
+    def read(self, address: int, slot: Slot) -> Future[None]:
+        return self._reader.submit(self._read_all, address, slot)
+
+    def close(self) -> None:
+        """Wait for what is under way, then give the bytes back to the disk. Later copies fail."""
+        self._writer.shutdown(wait=True)
+        self._reader.shutdown(wait=True)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write_all(self, address: int, slot: Slot) -> None:
+        view = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
+        done = 0
+        try:
+            while done < slot.nbytes:
+                done += os.pwrite(self._descriptor(), view[done:], slot.offset + done)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise DeviceError(
+                    f"the spill folder {self.directory!r} is full: {format_bytes(slot.nbytes)} more did not fit beside "
+                    f"{format_bytes(self._end)} already there; free space, name another folder as spill_dir, or raise the budget"
+                ) from error
+            raise
+
+    def _read_all(self, address: int, slot: Slot) -> None:
+        view = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
+        done = 0
+        while done < slot.nbytes:
+            got = os.preadv(self._descriptor(), [view[done:]], slot.offset + done)
+            if got == 0:
+                raise DeviceError(f"the spill file in {self.directory!r} was cut short; it must not be touched while a room is open")
+            done += got
+
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            raise DeviceError("this room is closed, and a tensor swapped out by it was asked for; finish backward before close()")
+        return self._fd
+
+
+def _open_unlinked(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not os.path.isdir(directory):
+            raise
+    # File systems without O_TMPFILE: the name lives for the moment between these two calls.
+    fd, path = tempfile.mkstemp(prefix="legroom-spill-", dir=directory)
+    os.unlink(path)
+    return fd

@@ -1,0 +1,152 @@
+"""One step of a room, from entering to leaving: what is intercepted, what is measured, and how it is all undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from legroom.alloclog import AllocationLog, profiler_is_free
+from legroom.curve import Curve, read_curve
+from legroom.runtime.census import Census
+from legroom.runtime.executor import Executor, Program
+from legroom.runtime.modes import Interception
+from legroom.runtime.recorder import Recorder
+from legroom.runtime.residency import Ledger
+from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What steps of one room share."""
+
+    ledger: Ledger
+    device_type: str
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    fallbacks: Counter[str]
+
+    def kept(self) -> frozenset[int]:
+        """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
+        tensors: list[torch.Tensor] = []
+        if self.model is not None:
+            tensors += [*self.model.parameters(), *self.model.buffers()]
+        if self.optimizer is not None:
+            tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
+        return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
+
+
+class ShelteredStep:
+    """A step under the reactive policy, recorded where the profiler is free."""
+
+    def __init__(self, setting: Setting, *, proving: bool, before_optimizer: Callable[[Curve, Census], None]) -> None:
+        self._setting = setting
+        self._before_optimizer = before_optimizer
+        self._stack = contextlib.ExitStack()
+        self._log: AllocationLog | None = None
+        self.recorder: Recorder | None = None
+        self.census: Census | None = None
+        self.curve: Curve | None = None
+        self._proving = proving
+
+    def begin(self) -> None:
+        setting = self._setting
+        setting.ledger.generation += 1
+        if profiler_is_free():
+            self.census = Census(setting.device_type, setting.model, setting.optimizer)
+            self.recorder = Recorder(setting.ledger.device, self.census, proving=self._proving)
+        else:
+            setting.fallbacks["another profiler runs: the step was not recorded"] += 1
+        self.shelter = Shelter(setting.ledger, setting.device_type, recorder=self.recorder, census=self.census, kept=setting.kept())
+        if self.recorder is not None:
+            self._stack.enter_context(module_paths(setting.model, self.recorder))
+            self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
+            self._log = AllocationLog()
+            self._log.start()
+        shelter = self.shelter
+        self._stack.enter_context(Interception(shelter.pack, shelter.unpack, handler=shelter.op, entered=_nothing, left=_nothing))
+
+    def _optimizer_begins(self) -> None:
+        """The last moment at which nothing is changed yet: what has the step needed so far?"""
+        assert self.recorder is not None
+        self.recorder.phase = "optimizer"
+        if self._log is not None and not self._proving:
+            # The optimizer holds a profiler range open here. The profiler may be stopped inside one, but not started
+            # again: the range would end in a session it did not begin in. So the first step is measured up to here.
+            assert self.census is not None
+            self.census.note_deaths()
+            log, self._log = self._log, None
+            self.curve = read_curve(log.stop(), self.census.base_bytes)
+            self._before_optimizer(self.curve, self.census)
+
+    def _optimizer_ends(self) -> None:
+        assert self.recorder is not None
+        self.recorder.phase = "forward"
+
+    def end(self, *, failed: bool) -> None:
+        self._setting.ledger.on_death = None
+        try:
+            if self.census is not None and not failed:
+                self.census.note_deaths()
+            self._stack.close()
+        finally:
+            if self._log is not None:
+                if failed:
+                    self._log.cancel()
+                else:
+                    assert self.census is not None
+                    self.curve = read_curve(self._log.stop(), self.census.base_bytes)
+
+
+class PlannedStep:
+    """A step that follows a schedule."""
+
+    def __init__(self, setting: Setting, program: Program, *, check: int, measure: bool) -> None:
+        self._setting = setting
+        self._program = program
+        self._check = check
+        self._measure = measure and profiler_is_free()
+        self._stack = contextlib.ExitStack()
+        self._log: AllocationLog | None = None
+        self.census: Census | None = None
+        self.curve: Curve | None = None
+
+    def begin(self) -> None:
+        setting = self._setting
+        setting.ledger.generation += 1
+        if self._measure:
+            self.census = Census(setting.device_type, setting.model, setting.optimizer)
+        self.executor = executor = Executor(
+            setting.ledger, self._program, setting.device_type, kept=setting.kept(), check=self._check, measured=self._measure,
+            fallbacks=setting.fallbacks,
+        )  # fmt: skip
+        executor.census = self.census
+        if self._measure:
+            self._log = AllocationLog()
+            self._log.start()
+        handler = executor.op if self._program.recorded else None
+        self._stack.enter_context(
+            Interception(executor.pack, executor.unpack, handler=handler, entered=executor.backward_begins, left=_nothing)
+        )
+
+    def end(self, *, failed: bool) -> None:
+        try:
+            if self.census is not None:
+                self.census.note_deaths()
+            self._stack.close()
+            if not failed:
+                self.executor.finish()
+        finally:
+            if self._log is not None:
+                if failed:
+                    self._log.cancel()
+                else:
+                    assert self.census is not None
+                    self.curve = read_curve(self._log.stop(), self.census.base_bytes)
+
+
+def _nothing() -> None:
+    pass

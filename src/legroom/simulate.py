@@ -1,0 +1,134 @@
+"""Interpret a schedule on a modelled machine: what the step will look like.
+
+Four lanes, integer nanoseconds. The host issues ops in order; compute runs them in order, each when it is issued and
+the one before is done; copies out and copies in have a lane each and run in the order in which they are issued. A copy
+starts when its lane is free and compute has reached it. Where the other lane is known to be busy, it goes at the duplex
+rate until that lane is free, and at the full rate from then on. Nothing else slows down: kernels and copies share no
+bandwidth in this model.
+
+This is the plain reading; `evaluate.Evaluator` must give the same nanoseconds and bytes.
+"""
+
+from __future__ import annotations
+
+from legroom.hardware import Hardware
+from legroom.ir import Op, Trace
+from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut, memory_curve
+from legroom.timeline import Breakdown, Interval, Lane, Memory, Stall, Timeline
+
+
+def simulate(trace: Trace, schedule: Schedule, hardware: Hardware) -> Timeline:
+    """The predicted timeline. Raises PlanError where the schedule is not sound."""
+    memory = tuple(Memory(*level) for level in memory_curve(trace, schedule))
+    machine = _Machine(trace, hardware)
+    machine.step(schedule.instructions)
+    copied = sum(i.end_ns - i.start_ns for i in machine.intervals if i.lane in ("out", "in"))
+    return Timeline(
+        intervals=tuple(machine.intervals),
+        memory=memory,
+        stalls=tuple(machine.stalls),
+        seconds=max(machine.compute, machine.host) / 1e9,
+        peak_bytes=max((trace.head_peak_bytes, *(m.peak_bytes for m in memory))),
+        breakdown=Breakdown(
+            computation_seconds=machine.computed / 1e9,
+            overlapped_copy_seconds=max(0, copied - machine.stalled) / 1e9,
+            stalled_copy_seconds=machine.stalled / 1e9,
+            recomputation_seconds=machine.recomputed / 1e9,
+        ),
+    )
+
+
+class _Machine:
+    def __init__(self, trace: Trace, hardware: Hardware) -> None:
+        self.trace = trace
+        self.hardware = hardware
+        self.host = 0  # each lane: when it is free
+        self.compute = 0
+        self.free: dict[Lane, int] = {"out": 0, "in": 0}
+        self.done: dict[tuple[Lane, int], int] = {}  # (lane, storage): when its last copy is over
+        self.tick = 0
+        self.computed = self.recomputed = self.stalled = 0
+        self.intervals: list[Interval] = []
+        self.stalls: list[Stall] = []
+
+    def step(self, instructions: tuple[Instruction, ...]) -> None:
+        issued = position = 0
+        for index, tick in enumerate(self.trace.ticks):
+            self._program(issued, tick.op)
+            self.tick, issued = index, tick.op
+            while position < len(instructions) and instructions[position].tick == index:
+                self._do(instructions[position])
+                position += 1
+        self._program(issued, len(self.trace.ops))
+
+    def _program(self, start: int, end: int) -> None:
+        for op in self.trace.ops[start:end]:
+            self.computed += self._run(op, f"op {op.id}")
+
+    def _do(self, instruction: Instruction) -> None:
+        storage = instruction.storage
+        match instruction:
+            case SwapOut():
+                self._copy("out", storage)
+            case Release():
+                self._wait("out", storage, "release")
+            case Drop():
+                pass
+            case Prefetch():
+                self._copy("in", storage)
+            case Await():
+                self._wait("in", storage, "await")
+            case Replay():
+                for op_id in instruction.ops:
+                    self.recomputed += self._run(self.trace.ops[op_id], f"replay of storage {storage}")
+
+    def _run(self, op: Op, cause: str) -> int:
+        issue, ns = round(op.issue_seconds * 1e9), round(op.seconds * 1e9)
+        self._record("host", self.host, issue, op.name, cause)
+        self.host += issue
+        start = max(self.compute, self.host)
+        self._record("compute", start, ns, op.name, cause)
+        self._compute_until(start + ns)
+        return ns
+
+    def _copy(self, lane: Lane, storage: int) -> None:
+        """Start a copy; where copy threads share the cores with compute, compute pays its share here."""
+        start = max(self.free[lane], self.compute, self.host, self.done.get(("out", storage), 0))
+        ns = self._copy_ns(lane, self.trace.storages[storage].nbytes, start)
+        self.free[lane] = self.done[lane, storage] = start + ns
+        name = self.trace.storages[storage].name or f"storage {storage}"
+        self._record(lane, start, ns, name, f"swap-{lane} of storage {storage}")
+        share = int(ns * self.hardware.copy_compute_share)
+        self.stalled += share
+        self._compute_until(self.compute + share)
+
+    def _copy_ns(self, lane: Lane, nbytes: int, start: int) -> int:
+        hardware = self.hardware
+        if lane == "out":
+            rate, duplex = hardware.out_bytes_per_second, hardware.duplex_out_bytes_per_second
+        else:
+            rate, duplex = hardware.in_bytes_per_second, hardware.duplex_in_bytes_per_second
+        latency = round(hardware.latency_seconds * 1e9)
+        alone, together = 1e9 / rate, 1e9 / duplex  # nanoseconds for a byte
+        busy = self.free["in" if lane == "out" else "out"] - start - latency
+        if busy <= 0:
+            return latency + int(nbytes * alone)
+        if int(nbytes * together) <= busy:
+            return latency + int(nbytes * together)
+        return latency + busy + int((nbytes - int(busy / together)) * alone)
+
+    def _wait(self, lane: Lane, storage: int, cause: str) -> None:
+        until = self.done[lane, storage]
+        waited = until - max(self.compute, self.host)
+        if waited > 0:
+            self.stalls.append(Stall(self.tick, storage, waited / 1e9, cause))
+            self.stalled += waited
+        self._compute_until(max(self.compute, until))
+
+    def _compute_until(self, when: int) -> None:
+        self.compute = when
+        if self.hardware.synchronous:
+            self.host = max(self.host, when)
+
+    def _record(self, lane: Lane, start: int, ns: int, label: str, cause: str) -> None:
+        self.intervals.append(Interval(lane, start, start + ns, label, cause))

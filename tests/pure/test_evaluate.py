@@ -1,0 +1,120 @@
+"""The compiled evaluator must be the simulator and the proof, to the nanosecond and the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom import kernels
+from legroom.errors import PlanError
+from legroom.evaluate import IMPOSSIBLE, KEEP, OVERLAP, RECOMPUTE, SYNC, Evaluator, floor_bytes
+from legroom.hardware import PRESETS
+from legroom.ir import Tick
+from legroom.plan import Keep, Recompute, Swap
+from legroom.planners import PLANNERS
+from legroom.schedule import check_schedule, codes_of, lower
+from legroom.simulate import simulate
+from tests.pure.strategies import hardwares, make_plan, make_trace, plans_for, traces
+from tests.pure.test_schedule import chain, lower_what_is_possible
+
+DECISIONS = {KEEP: Keep(), OVERLAP: Swap(), SYNC: Swap(when="sync"), RECOMPUTE: Recompute()}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
+    trace = data.draw(traces())
+    hardware = data.draw(hardwares())
+    plan, _ = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
+    codes = np.minimum(codes_of(plan.decisions)[0], RECOMPUTE)  # the evaluator's vectors have no "ahead"
+    plan = make_plan(trace, tuple(DECISIONS[code] for code in codes.tolist()))
+    plan, schedule = lower_what_is_possible(trace, plan, hardware)
+    codes = codes_of(plan.decisions)[0]
+    timeline = simulate(trace, schedule, hardware)
+    evaluator = Evaluator(trace, hardware)
+    expected = round(timeline.seconds * 1e9), check_schedule(trace, schedule)
+    assert evaluator.evaluate(codes) == expected
+    assert evaluator.curve().tolist() == [memory.peak_bytes for memory in timeline.memory]
+    program = evaluator.lowered(codes)
+    evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))  # scratch memory must not leak into a program
+    assert evaluator.run(program) == evaluator.run(program) == expected
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_evaluator_says_impossible_where_lower_refuses(data: st.DataObject) -> None:
+    trace = data.draw(traces())
+    hardware = PRESETS["h200"]
+    codes = np.array(
+        data.draw(st.lists(st.integers(0, 3), min_size=len(trace.gaps), max_size=len(trace.gaps))), np.int8
+    )
+    evaluator = Evaluator(trace, hardware)
+    try:
+        lower(trace, make_plan(trace, tuple(DECISIONS[code] for code in codes.tolist())), hardware)
+    except PlanError:
+        assert evaluator.judge(codes, 0) == IMPOSSIBLE
+    else:
+        assert evaluator.judge(codes, 0) != IMPOSSIBLE
+
+
+def test_the_excess_is_what_stands_above_the_budget() -> None:
+    trace = chain(4)  # levels of 1 KB to 4 KB and back
+    evaluator = Evaluator(trace, PRESETS["h200"])
+    levels = [tick.peak_bytes for tick in trace.ticks]
+    for budget in (0, 1500, 4000, 5000):
+        _, peak, excess = evaluator.judge(np.zeros(3, np.int8), budget)
+        assert (peak, excess) == (max(levels), sum(max(0, level - budget) for level in levels))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_is_below_the_floor(data: st.DataObject) -> None:
+    trace = data.draw(traces())
+    hardware = data.draw(hardwares())
+    _, schedule = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
+    assert check_schedule(trace, schedule) >= floor_bytes(trace)
+    every = make_plan(trace, (Swap(when="sync"),) * len(trace.gaps))
+    assert check_schedule(trace, lower(trace, every, hardware)) == floor_bytes(trace)
+
+
+@pytest.mark.parametrize("ticks", [0, 2])
+def test_a_trace_without_gaps_is_evaluated(ticks: int) -> None:
+    trace = dataclasses.replace(chain(2), storages=(), ops=(), ticks=(Tick("pack", 0, 0, 70, 80),) * ticks)
+    trace = dataclasses.replace(trace, head_peak_bytes=75)
+    peak = 80 if ticks else 75
+    schedule = lower(trace, make_plan(trace, ()), PRESETS["h200"])
+    assert Evaluator(trace, PRESETS["h200"]).evaluate(np.zeros(0, np.int8)) == (0, peak)
+    assert check_schedule(trace, schedule) == floor_bytes(trace) == peak
+    assert simulate(trace, schedule, PRESETS["h200"]).peak_bytes == peak
+    assert PLANNERS["auto"](trace, PRESETS["h200"], peak).decisions == ()
+
+
+def test_codes_are_left_as_they_were() -> None:
+    trace = make_trace(3, forward=10)
+    evaluator = Evaluator(trace, PRESETS["cpu"])
+    codes = np.full(evaluator.gaps, OVERLAP, np.int8)
+    before = codes.copy()
+    assert evaluator.evaluate(codes) == evaluator.evaluate(codes)
+    assert (codes == before).all()
+
+
+def test_a_place_without_a_cache_still_compiles(tmp_path: Path) -> None:
+    source = Path(kernels.__file__).parent
+    target = tmp_path / "legroom"
+    target.mkdir()
+    for name in ("tables", "kernels", "hardware", "ir", "errors", "jsonio", "units"):
+        (target / f"{name}.py").write_bytes((source / f"{name}.py").read_bytes())
+    (target / "__init__.py").write_text("")
+    (target / "__pycache__").write_text("a file where the folder should be stops even root")
+    code = "import legroom.kernels as k; assert k._advance(1, 2, 3, 4, 5) == (6, 7)"
+    nowhere = {"HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"], **nowhere}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

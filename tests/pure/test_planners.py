@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.errors import BudgetError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS, Hardware
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Recompute, Swap, from_json, to_json
+from legroom.planners import PLANNERS
+from legroom.planners.auto import Auto
+from legroom.schedule import check_schedule, lower
+from legroom.simulate import simulate
+from tests.pure.strategies import hardwares, make_plan, make_trace, traces
+from tests.pure.test_schedule import LINK, chain
+
+
+def peak_of(trace: Trace) -> int:
+    return max(trace.head_peak_bytes, trace.peak_bytes)
+
+
+def assert_honest(trace: Trace, hardware: Hardware, budget: int, plan: Plan) -> None:
+    """The plan is within its budget, and says about itself what proof and simulator say."""
+    schedule = lower(trace, plan, hardware)
+    assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget == plan.budget_bytes
+    assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
+    assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_plan_is_sound_and_within_its_budget(name: str, data: st.DataObject) -> None:
+    trace, hardware = data.draw(traces()), data.draw(hardwares())
+    floor, peak = floor_bytes(trace), peak_of(trace)
+    budget = data.draw(st.sampled_from((floor, peak, (floor + peak) // 2, (9 * floor + peak) // 10)))
+    try:
+        plan = PLANNERS[name](trace, hardware, budget)
+    except BudgetError:
+        assert name == "none"  # the others reach every budget from the floor on
+        assert budget < peak
+    else:
+        assert_honest(trace, hardware, budget, plan)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_a_budget_below_the_floor_is_refused_with_the_numbers(name: str) -> None:
+    trace = make_trace(11, forward=12)
+    floor = floor_bytes(trace)
+    with pytest.raises(BudgetError) as caught:
+        PLANNERS[name](trace, PRESETS["h200"], floor - 1)
+    assert caught.value.floor_bytes == floor
+    assert caught.value.budget_bytes == floor - 1
+    assert f"({floor} bytes)" in str(caught.value)
+
+
+def test_with_room_for_everything_nothing_is_done() -> None:
+    trace = make_trace(11, forward=12)
+    plan = PLANNERS["auto"](trace, PRESETS["h200"], peak_of(trace))
+    assert set(plan.decisions) == {Keep()}
+
+
+def test_a_free_swap_is_preferred_to_a_replay() -> None:
+    plan = PLANNERS["auto"](chain(8), LINK, 7000)
+    assert set(plan.decisions) == {Keep(), Swap()}
+    assert round(plan.predicted_seconds * 1e6) == 17
+
+
+def test_a_replay_is_preferred_to_a_slow_link() -> None:
+    slow = dataclasses.replace(LINK, out_bytes_per_second=1e6, in_bytes_per_second=1e6)
+    plan = PLANNERS["auto"](chain(8), slow, 7000)
+    assert set(plan.decisions) == {Keep(), Recompute()}
+    assert round(plan.predicted_seconds * 1e6) == 18
+
+
+def test_more_evaluations_do_not_lose_feasibility() -> None:
+    trace = make_trace(5, forward=40)
+    floor, peak = floor_bytes(trace), peak_of(trace)
+    for evaluations in (0, 10, 100, 1000):
+        for budget in (floor, (floor + peak) // 2):
+            assert_honest(trace, PRESETS["cpu"], budget, Auto(evaluations=evaluations)(trace, PRESETS["cpu"], budget))
+
+
+def test_auto_is_deterministic() -> None:
+    trace = make_trace(5, forward=40)
+    budget = (floor_bytes(trace) + peak_of(trace)) // 2
+    assert PLANNERS["auto"](trace, PRESETS["cpu"], budget) == PLANNERS["auto"](trace, PRESETS["cpu"], budget)
+
+
+def all_plans(trace: Trace) -> list[Plan]:
+    choices = (Keep(), Swap(), Swap(when="sync"), Recompute())
+    return [make_plan(trace, decisions) for decisions in product(choices, repeat=len(trace.gaps))]
+
+
+@pytest.mark.parametrize("budget", [2000, 3000, 4000])
+def test_auto_is_close_to_the_best_plan_of_a_small_chain(budget: int) -> None:
+    trace = chain(5)
+    best = float("inf")
+    for plan in all_plans(trace):
+        schedule = lower(trace, plan, LINK)
+        if check_schedule(trace, schedule) <= budget:
+            best = min(best, simulate(trace, schedule, LINK).seconds)
+    assert PLANNERS["auto"](trace, LINK, budget).predicted_seconds <= 1.1 * best

@@ -1,0 +1,103 @@
+"""A result never depends on a plan: whatever lower() accepts gives the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+
+import legroom
+from legroom.errors import PlanError
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
+from legroom.schedule import lower
+from tests.harness import Snapshot, assert_same, run_plain, run_room
+from tests.zoo import ZOO
+
+BUDGET_BYTES = 1 << 30  # far above any case: the plans are drawn, not needed
+
+# Weights of keep, swap and recompute: the two extremes, then mixtures, each with a seed of its own.
+MIXTURES = {
+    "swap-all": (0, 1, 0),
+    "recompute-all": (0, 0, 1),
+    "even": (1, 1, 1),
+    "mostly-recompute": (1, 2, 6),
+}
+MODELS = (
+    "mlp",
+    "gpt_manual",
+    "cnn",
+    "unet",
+    "lstm_cell",
+    "hf_llama",
+    "hf_bert",
+    "custom_function",
+    "inplace_views",
+    "changing_constants",
+    "retain_graph",
+    "checkpoint_reentrant",
+    "spectral_norm",
+    "ema_buffer",
+    "rrelu",
+    "hidden_write",
+    "own_generator",
+    "complex_values",
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+@cache
+def plain(name: str, steps: int) -> list[Snapshot]:
+    return run_plain(ZOO[name](), steps)
+
+
+def random_planner(weights: tuple[int, int, int], seed: int) -> Callable[[Trace, Hardware, int], Plan]:
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        chance = random.Random(seed)
+        drawn = [draw(chance, weights, gap.end - gap.start) for gap in trace.gaps]
+        swapped = tuple(Swap() if isinstance(decision, Recompute) else decision for decision in drawn)
+        plan = Plan(swapped, signature(trace), "random", budget_bytes, 0, 0.0, ())
+        return admit(trace, plan, hardware, [gap for gap, d in enumerate(drawn) if isinstance(d, Recompute)])
+
+    return planner
+
+
+def draw(chance: random.Random, weights: tuple[int, int, int], ticks: int) -> Decision:
+    swaps = [Swap("overlap"), Swap("sync"), Swap("ahead", chance.randint(0, ticks))]
+    return chance.choices([Keep(), chance.choice(swaps), Recompute()], weights)[0]
+
+
+def admit(trace: Trace, plan: Plan, hardware: Hardware, gaps: list[int]) -> Plan:
+    """The plan with these gaps recomputed, except where lower() refuses: those stay as they are."""
+    if not gaps:
+        return plan
+    decisions = tuple(Recompute() if gap in gaps else decision for gap, decision in enumerate(plan.decisions))
+    candidate = replace(plan, decisions=decisions)
+    try:
+        lower(trace, candidate, hardware)
+    except PlanError:
+        if len(gaps) == 1:
+            return plan
+        half = len(gaps) // 2
+        return admit(trace, admit(trace, plan, hardware, gaps[:half]), hardware, gaps[half:])
+    return candidate
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_changes_a_bit(name: str, mixture: str) -> None:
+    planner = random_planner(MIXTURES[mixture], seed=[*MIXTURES].index(mixture))
+    fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=planner)
+
+    taken, report, plan = run_room(ZOO[name](), fit)
+
+    assert_same(plain(name, len(taken)), taken)
+    assert report.planned_steps >= 3, f"{report.planned_steps} of {report.steps} planned: {report.fallbacks}"
+    assert plan.planner == "random"
+    if mixture == "swap-all":
+        assert report.bytes_swapped > 0
