@@ -253,9 +253,8 @@ def _releases(
     for tick in range(len(wt)):
         a, b, issue = segments[tick, X_COMPUTE], segments[tick, X_HOST], segments[tick, X_ISSUE]
         compute, host = _advance(compute, host, a, b, issue)
-        now = max(compute, host)
-        wt[tick, WT_TIME] = now
-        while head < tail and wg[head, WG_DONE] <= now:
+        wt[tick, WT_TIME] = compute  # never behind the host, as an op ends after it is issued
+        while head < tail and wg[head, WG_DONE] <= compute:
             gap = wg[head, WG_QUEUE]
             head += 1
             if tick < wg[gap, WG_BACK]:
@@ -271,7 +270,7 @@ def _releases(
             if wg[gaps[gap, G_FIRST], WG_COPIED]:
                 wg[gap, WG_RELEASE], wg[gap, WG_REUSE] = tick, 1
                 continue
-            out_free = max(out_free, compute, host) + gaps[gap, G_OUT]
+            out_free = max(out_free, compute) + gaps[gap, G_OUT]
             compute += int(gaps[gap, G_OUT] * share)
             if codes[gap] == SYNC:
                 compute = max(compute, out_free)
@@ -423,7 +422,7 @@ def run_program(
             kind, gap = instructions[i, I_KIND], instructions[i, I_GAP]
             nbytes, storage = gaps[gap, G_BYTES], gaps[gap, G_FIRST]
             if kind == SWAP_OUT:
-                start = max(out_free, compute, host)
+                start = max(out_free, compute)
                 ns = _copy_ns(nbytes, start, in_free, gaps[gap, G_OUT], rates[R_OUT], rates[R_DUPLEX_OUT], latency)
                 out_free = start + ns
                 wg[storage, WG_DONE] = out_free
@@ -434,7 +433,7 @@ def run_program(
             elif kind == DROP:
                 absent += nbytes
             elif kind == PREFETCH:
-                start = max(in_free, compute, host)  # the copy out is over: compute waited for it at the release
+                start = max(in_free, compute)  # the copy out is over: compute waited for it at the release
                 ns = _copy_ns(nbytes, start, out_free, gaps[gap, G_IN], rates[R_IN], rates[R_DUPLEX_IN], latency)
                 in_free = start + ns
                 wg[storage, WG_DONE] = in_free
@@ -458,4 +457,4 @@ def run_program(
     last = len(ticks)
     a, b, issue = segments[last, X_COMPUTE], segments[last, X_HOST], segments[last, X_ISSUE]
     compute, host = _advance(compute, host, a, b, issue)
-    return max(compute, host), highest, excess
+    return compute, highest, excess

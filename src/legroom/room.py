@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,8 @@ Planner = Callable[[Trace, Hardware, int], Plan]
 
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
 MOST_CALIBRATIONS = 4
+# A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
+DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
 CHECK_EVERY_STEPS = 64  # a planned step is measured again this often: the peak is a promise, not a memory of one
 
 
@@ -120,6 +122,8 @@ class Room:
         self._calibrated = False
         self._steps = self._sheltered = self._planned = self._measured = 0
         self._sheltered_since_drift = 0
+        self._drifts: deque[int] = deque(maxlen=DRIFTS)
+        self._sheltered_until = 0
         self._peak = self._planned_peak = 0
         self._seconds: list[float] = []
         self._closed = False
@@ -149,7 +153,8 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         if self._program is None:
-            proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1
+            unsteady = self._steps + 1 < self._sheltered_until
+            proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1 and not unsteady
             return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
         replayed = self._program.replayed_storages
         check = replayed[self._planned % len(replayed)] if replayed else -1
@@ -178,7 +183,7 @@ class Room:
             return
         if run.curve.measured_peak_bytes > self.budget_bytes:
             raise _over_budget(self.budget_bytes, run.curve, run.census)
-        if self._sheltered_since_drift < SHELTERED_STEPS:
+        if self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until:
             return
         try:
             trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type)
@@ -222,6 +227,10 @@ class Room:
         if run.executor.reactive is not None or run.executor.mismatch:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
+            self._drifts.append(self._steps)
+            if len(self._drifts) == DRIFTS and self._drifts[-1] - self._drifts[0] <= DRIFT_WINDOW_STEPS:
+                self._sheltered_until = self._steps + SHELTER_STEPS
+                self._setting.fallbacks["the step keeps changing: sheltered for a while"] += 1
             return
         self._planned += 1
         self._seconds.append(seconds)

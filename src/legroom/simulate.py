@@ -27,7 +27,7 @@ def simulate(trace: Trace, schedule: Schedule, hardware: Hardware) -> Timeline:
         intervals=tuple(machine.intervals),
         memory=memory,
         stalls=tuple(machine.stalls),
-        seconds=max(machine.compute, machine.host) / 1e9,
+        seconds=machine.compute / 1e9,
         peak_bytes=max((trace.head_peak_bytes, *(m.peak_bytes for m in memory))),
         breakdown=Breakdown(
             computation_seconds=machine.computed / 1e9,
@@ -43,7 +43,7 @@ class _Machine:
         self.trace = trace
         self.hardware = hardware
         self.host = 0  # each lane: when it is free
-        self.compute = 0
+        self.compute = 0  # never behind the host, as an op ends after it is issued
         self.free: dict[Lane, int] = {"out": 0, "in": 0}
         self.done: dict[tuple[Lane, int], int] = {}  # (lane, storage): when its last copy is over
         self.tick = 0
@@ -93,7 +93,7 @@ class _Machine:
 
     def _copy(self, lane: Lane, storage: int) -> None:
         """Start a copy; where copy threads share the cores with compute, compute pays its share here."""
-        start = max(self.free[lane], self.compute, self.host, self.done.get(("out", storage), 0))
+        start = max(self.free[lane], self.compute, self.done.get(("out", storage), 0))
         ns = self._copy_ns(lane, self.trace.storages[storage].nbytes, start)
         self.free[lane] = self.done[lane, storage] = start + ns
         name = self.trace.storages[storage].name or f"storage {storage}"
@@ -119,7 +119,7 @@ class _Machine:
 
     def _wait(self, lane: Lane, storage: int, cause: str) -> None:
         until = self.done[lane, storage]
-        waited = until - max(self.compute, self.host)
+        waited = until - self.compute
         if waited > 0:
             self.stalls.append(Stall(self.tick, storage, waited / 1e9, cause))
             self.stalled += waited

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import PlanError
+from legroom.evaluate import RECOMPUTE, Evaluator
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Op, Storage, Tick, Trace, Value, validate
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
@@ -196,7 +198,11 @@ def test_an_in_place_op_works_on_a_copy_where_the_version_before_is_read_again()
     assert memory_curve(trace, Schedule(made, signature(trace)))[5] == (5, 1010, 10 + 100 + 7 + 1000)
     wide = dataclasses.replace(ops[1], workspace_bytes=5000)
     trace = trace_of(storages, [ops[0], wide, *ops[2:]], list(range(7)))
-    assert memory_curve(trace, Schedule(made, signature(trace)))[5] == (5, 1010, 10 + 100 + 100 + 7 + 5000)
+    curve = memory_curve(trace, Schedule(made, signature(trace)))
+    assert curve[5] == (5, 1010, 10 + 100 + 100 + 7 + 5000)
+    evaluator = Evaluator(trace, LINK)
+    evaluator.evaluate(np.array([RECOMPUTE], np.int8))
+    assert evaluator.curve().tolist() == [peak for _, _, peak in curve]
 
 
 def test_a_parameter_that_was_written_over_cannot_be_read_by_a_replay() -> None:

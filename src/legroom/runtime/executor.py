@@ -38,7 +38,8 @@ class Program:
         for tick, instructions in grouped.items():
             self.at[tick] = tuple(instructions)
         self.expected = [(t.kind, t.storage, trace.storages[t.storage].nbytes) for t in trace.ticks]
-        self.managed = frozenset(i.storage for i in schedule.instructions)
+        # What could never be moved needs no entry. All else gets one, kept or not: if the step drifts it must be able to go.
+        self.plain = frozenset(s.id for s in trace.storages if not s.gaps and not s.held)
         replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
@@ -80,7 +81,7 @@ class Executor:
             if self.reactive is None:
                 kind, number, nbytes = self.program.expected[tick]
                 if kind == "pack" and nbytes == storage.nbytes():
-                    if number not in self.program.managed:
+                    if number in self.program.plain:
                         return Kept(tensor, number, self.ledger.generation)
                     entry = self.ledger.entry_of(tensor, number)
                     if entry.number == number or entry.generation != self.ledger.generation:
@@ -210,9 +211,8 @@ class Executor:
             self._check(entry)
         else:
             bring_back(entry)
-        node = entry.node
-        if node is not None and self.tick > self.program.last_drop.get(entry.number, -1):
-            node.maker = None  # it will not be dropped again: what it was made from may go
+        if self.tick > self.program.last_drop.get(entry.number, -1):
+            entry.settle()
 
     def _check(self, entry: Entry) -> None:
         """Hold one replay a step against the real bytes, which are on the host too this once."""

@@ -202,9 +202,8 @@ class Lineage:
         if entry is not None:
             node.entry, entry.node = entry, node
         else:
-            with no_dispatch():
-                node.hold(tensor)
-            self.leaves[key] = node
+            node.hold(tensor)
+        self.leaves[key] = node
         self.nodes[key] = node
         return node
 
@@ -219,11 +218,11 @@ class Lineage:
         for tensor in written_tensors(func, args, kwargs):
             key = tensor.untyped_storage()._cdata
             leaf = self.leaves.get(key)
-            if leaf is not None and leaf.tensor is not None and leaf.tensor.untyped_storage()._cdata == key:
-                with no_dispatch():
-                    layout = View(leaf.tensor)
-                    layout.let_go()
-                    leaf.hold(layout.over(copy_of_bytes(leaf.tensor)))
+            if leaf is None:
+                continue
+            holds = leaf.tensor is not None and leaf.tensor.untyped_storage()._cdata == key
+            if holds or (leaf.entry is not None and leaf.entry.node is leaf and leaf.entry.key == key):
+                leaf.hold(copy_of_bytes(tensor))
                 self.copies_before_write += 1
 
     def after_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> None:

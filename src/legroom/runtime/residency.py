@@ -84,7 +84,7 @@ class View:
 class Entry:
     """One saved storage: in memory (views or `base` hold it), on the host (`host`), or to be replayed (`node`)."""
 
-    __slots__ = ("base", "gap_start", "generation", "host", "key", "ledger", "loading", "nbytes", "node", "number", "pins", "saving", "views")
+    __slots__ = ("base", "gap_start", "generation", "host", "key", "ledger", "loading", "nbytes", "node", "number", "pins", "saving", "settled", "views")
 
     def __init__(self, ledger: Ledger, number: int, key: int, nbytes: int) -> None:
         self.ledger = ledger
@@ -98,6 +98,7 @@ class Entry:
         self.loading: Copy | None = None
         self.node: Node | None = None
         self.pins = 0  # dropped entries whose replay reads this one
+        self.settled = False  # back for good: it will not be dropped again in this step
         self.gap_start = -1
         self.generation = ledger.generation
 
@@ -159,6 +160,13 @@ class Entry:
         self.views.remove(view)
         if not self.views and not self.pins:
             self.die()
+
+    def settle(self) -> None:
+        """It will not be dropped again: what it was made from may go, unless somebody counts on these very bytes."""
+        self.settled = True
+        if not self.pins and self.node is not None:
+            self.node.entry = None
+            self.node = None
 
     def die(self) -> None:
         in_memory = self.key != 0
@@ -256,8 +264,11 @@ class Ledger:
     def unpin(self, entry: Entry) -> None:
         for needed in self.pinned.pop(id(entry), ()):
             needed.pins -= 1
-            if not needed.pins and not needed.views:
-                needed.die()
+            if not needed.pins:
+                if not needed.views:
+                    needed.die()
+                elif needed.settled:
+                    needed.settle()
 
     def died(self, entry: Entry, in_memory: bool) -> None:
         self.entries -= 1
