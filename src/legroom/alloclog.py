@@ -1,7 +1,7 @@
 """The allocator's own account of a step: every allocation and free, op-internal workspace included, in program order.
 
-On the CPU it comes from PyTorch's profiler. The runtime writes marks into the same log, so that what the program did and
-what legroom did can be told apart afterwards, and each can be laid beside the ticks.
+On the CPU it comes from PyTorch's profiler. The runtime writes marks into the same log, so that what the program did
+and what legroom did can be told apart afterwards, and each can be laid beside the ticks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast as mark
 from torch.autograd.profiler import profile
 
-# Marks in the log. What lies inside OWN, TICK and PROOF was done by legroom; OP is one op of the program seen by the mode.
+# Marks in the log. What lies inside OWN, TICK and PROOF was done by legroom; OP is one op that the mode saw.
 TICK = "legroom::tick"
 OWN = "legroom::own"
 PROOF = "legroom::proof"
@@ -114,4 +114,19 @@ def _shapes(node: Any) -> str:
     return ",".join(str(getattr(i, "sizes", None)) for i in inputs)
 
 
-__all__ = ["FREED", "GONE", "OP", "OWN", "PROOF", "STANDS", "TICK", "Allocation", "AllocationLog", "Enter", "Event", "Leave", "mark", "profiler_is_free"]
+__all__ = [
+    "FREED",
+    "GONE",
+    "OP",
+    "OWN",
+    "PROOF",
+    "STANDS",
+    "TICK",
+    "Allocation",
+    "AllocationLog",
+    "Enter",
+    "Event",
+    "Leave",
+    "mark",
+    "profiler_is_free",
+]

@@ -28,7 +28,13 @@ def assemble(recorder: Recorder, census: Census, curve: Curve, device: str) -> T
     nowhere = len(storages)  # stands for tensors that have no plain storage on this device
     storages.append(Storage(nowhere, 0, "temporary", False, False, (), 0, "not on this device"))
     ticks = [
-        Tick(tick.kind, tick.storage if tick.storage >= 0 else nowhere, segment.ops, segment.level_bytes, segment.peak_bytes)  # type: ignore[arg-type]
+        Tick(
+            tick.kind,
+            tick.storage if tick.storage >= 0 else nowhere,
+            segment.ops,
+            segment.level_bytes,
+            segment.peak_bytes,
+        )
         for tick, segment in zip(recorder.ticks, curve.segments[1:], strict=True)
     ]
     trace = Trace(tuple(storages), tuple(_ops(recorder, curve)), tuple(ticks), curve.segments[0].peak_bytes, device)
@@ -61,15 +67,38 @@ def _ops(recorder: Recorder, curve: Curve) -> list[Op]:
     for run in curve.ops:
         key = _signature(recorder, run)
         if run.seen < 0:
-            ops.append(Op(len(ops), run.name, "backward", seconds[key], ISSUE_SECONDS, (), (), run.growth_bytes, "not in forward", "", ""))
+            ops.append(
+                Op(
+                    len(ops),
+                    run.name,
+                    "backward",
+                    seconds[key],
+                    ISSUE_SECONDS,
+                    (),
+                    (),
+                    run.growth_bytes,
+                    "not in forward",
+                    "",
+                    "",
+                )
+            )
             continue
         seen = recorder.ops[run.seen]
         workspace = max(0, run.growth_bytes - seen.output_bytes)
         ops.append(
             Op(
-                len(ops), seen.name, seen.phase, seconds[key], ISSUE_SECONDS, tuple(seen.reads), tuple(seen.writes),
-                workspace, seen.why_not, seen.module, seen.line,
-            )  # fmt: skip
+                len(ops),
+                seen.name,
+                seen.phase,
+                seconds[key],
+                ISSUE_SECONDS,
+                tuple(seen.reads),
+                tuple(seen.writes),
+                workspace,
+                seen.why_not,
+                seen.module,
+                seen.line,
+            )
         )
     return ops
 
@@ -92,8 +121,8 @@ def _seconds_by_signature(recorder: Recorder, curve: Curve) -> dict[tuple[str, s
 def correct(trace: Trace, predicted: list[int], curve: Curve) -> Trace:
     """The trace with its peaks moved to where a measured step shows them, the plan's changes taken out again.
 
-    Done after the first planned steps: what runs then, without the recorder and perhaps without a mode, may allocate a little
-    differently from the sheltered step.
+    Done after the first planned steps: what runs then, without the recorder and perhaps without a mode, may allocate
+    a little differently from the sheltered step.
     """
     ticks = []
     for i, tick in enumerate(trace.ticks):

@@ -1,8 +1,9 @@
 """From the allocator's log to a memory curve over ticks.
 
-Two sums run side by side. *Measured* is what was alive: the log as it stands. *Kept* is what would have been alive had legroom
-kept everything: evictions and reloads are taken out again, and a storage that was elsewhere when the program let go of it is
-subtracted at that moment. The kept curve is what plans are computed on; the measured one is what the budget is held against.
+Two sums run side by side. *Measured* is what was alive: the log as it stands. *Kept* is what would have been alive
+had legroom kept everything: evictions and reloads are taken out again, and a storage that was elsewhere when the
+program let go of it is subtracted at that moment. The kept curve is what plans are computed on; the measured one is
+what the budget is held against.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def read_curve(events: list[Event], base_bytes: int) -> Curve:
 
 
 def _proofs_that_stand(events: list[Event]) -> set[int]:
-    """Where a first run could not be repeated it was the op itself, not a trial of it; a mark right behind it says so."""
+    """Where a first run could not be repeated it was the op itself, not a trial; a mark right behind it says so."""
     found: set[int] = set()
     last_proof = -1
     for i, event in enumerate(events):

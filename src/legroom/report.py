@@ -54,7 +54,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"steps {self.steps}: {self.sheltered_steps} sheltered, {self.planned_steps} planned, {self.measured_steps} measured",
+            f"steps {self.steps} ({self.sheltered_steps} sheltered, {self.planned_steps} planned), "
+            + f"{self.measured_steps} of them measured",
             f"budget {format_bytes(self.budget_bytes)}, measured peak {format_bytes(self.peak_bytes)}"
             + (f", predicted {format_bytes(self.predicted_peak_bytes)}" if self.predicted_peak_bytes else "")
             + (f", smallest that works {format_bytes(self.floor_bytes)}" if self.floor_bytes else ""),
@@ -70,8 +71,10 @@ class Report:
             )
             b = self.breakdown
             lines.append(
-                f"computation {format_seconds(b.computation_seconds)}, overlapped copy {format_seconds(b.overlapped_copy_seconds)}, "
-                f"stalled copy {format_seconds(b.stalled_copy_seconds)}, recomputation {format_seconds(b.recomputation_seconds)}"
+                f"computation {format_seconds(b.computation_seconds)}, "
+                f"overlapped copy {format_seconds(b.overlapped_copy_seconds)}, "
+                f"stalled copy {format_seconds(b.stalled_copy_seconds)}, "
+                f"recomputation {format_seconds(b.recomputation_seconds)}"
             )
         for held in sorted(self.held, key=lambda h: -h.nbytes)[:5]:
             lines.append(f"held by Python code: {format_bytes(held.nbytes)} {held.module} {held.line}".rstrip())

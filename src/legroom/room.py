@@ -55,15 +55,24 @@ def fit(
 ) -> Room:
     """Fit training steps into `budget` bytes ("600MiB") of the device's memory.
 
-    planner: a name in PLANNERS or a callable (trace, hardware, budget_bytes) -> Plan. plan: a plan or its file from an earlier
-    run, used instead of planning. spill_dir: where swapped bytes go on the CPU. device: found from the model where not named.
+    planner: a name in PLANNERS or a callable (trace, hardware, budget_bytes) -> Plan. plan: a plan or its file from an
+    earlier run, used instead of planning. spill_dir: where swapped bytes go on the CPU. device: found from the model
+    where not named.
     """
     budget_bytes = parse_bytes(budget)
     chosen = _planner(planner)
     device_type = _device_type(model, optimizer, device)
     _check_budget(budget_bytes, model, optimizer, device_type)
     given = _given_plan(plan)
-    return Room(model, optimizer, budget_bytes, chosen, given, device_type, os.fspath(spill_dir) if spill_dir is not None else None)
+    return Room(
+        model,
+        optimizer,
+        budget_bytes,
+        chosen,
+        given,
+        device_type,
+        os.fspath(spill_dir) if spill_dir is not None else None,
+    )
 
 
 def capture(
@@ -78,7 +87,15 @@ def capture(
     `floor_bytes(trace)` is then the smallest budget that works, `trace.peak_bytes` what the step takes without legroom.
     """
     device_type = _device_type(model, optimizer, None)
-    room = Room(model, optimizer, 2**61, _planner("none"), None, device_type, os.fspath(spill_dir) if spill_dir is not None else None)
+    room = Room(
+        model,
+        optimizer,
+        2**61,
+        _planner("none"),
+        None,
+        device_type,
+        os.fspath(spill_dir) if spill_dir is not None else None,
+    )
     try:
         for _ in range(SHELTERED_STEPS):
             with room.step():
@@ -158,7 +175,9 @@ class Room:
             return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
         replayed = self._program.replayed_storages
         check = replayed[self._planned % len(replayed)] if replayed else -1
-        measure = self._calibrations < MOST_CALIBRATIONS and not self._calibrated or self._planned % CHECK_EVERY_STEPS == 0
+        measure = (
+            self._calibrations < MOST_CALIBRATIONS and not self._calibrated
+        ) or self._planned % CHECK_EVERY_STEPS == 0
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
 
     def _before_optimizer(self, curve: Curve, census: Census) -> None:
@@ -239,7 +258,9 @@ class Room:
         self._planned_peak = run.curve.measured_peak_bytes
         measured = [segment.measured_peak_bytes for segment in run.curve.segments]
         predicted = [self.trace.head_peak_bytes, *self._predicted]
-        self._calibrated = max(measured) == max(predicted) and all(m <= p for m, p in zip(measured, predicted, strict=True))
+        self._calibrated = max(measured) == max(predicted) and all(
+            m <= p for m, p in zip(measured, predicted, strict=True)
+        )
         if self._calibrated:
             return
         self._calibrations += 1
@@ -278,7 +299,7 @@ class Room:
             breakdown=Breakdown(
                 b.computation_seconds, b.overlapped_copy_seconds, b.stalled_copy_seconds, b.recomputation_seconds
             ) if b is not None else Breakdown(0.0, 0.0, 0.0, 0.0),
-            held=tuple(Held(s.nbytes, s.name, "") for s in self.trace.storages if s.held) if self.trace is not None else (),
+            held=_held(self.trace) if self.trace is not None else (),
             unreplayable=_unreplayable(self.trace) if self.trace is not None else (),
             fallbacks=dict(self._setting.fallbacks),
         )  # fmt: skip
@@ -298,7 +319,9 @@ class Step:
     def __enter__(self) -> Step:
         global _active
         if _active is not None:
-            raise StepError("a step is already running; steps cannot be nested, and only one room steps at a time in a process")
+            raise StepError(
+                "a step is already running; steps cannot be nested, and only one room steps at a time in a process"
+            )
         run = self._room._begin()
         _active = self
         try:
@@ -311,7 +334,9 @@ class Step:
         self._began = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _active
         assert self._run is not None
         run, self._run = self._run, None
@@ -345,7 +370,9 @@ def _given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     return plan_from_json(text)
 
 
-def _device_type(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str | torch.device | None) -> str:
+def _device_type(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str | torch.device | None
+) -> str:
     found: set[str] = set()
     if model is not None:
         if not isinstance(model, torch.nn.Module):
@@ -357,20 +384,27 @@ def _device_type(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer
         found |= {p.device.type for group in optimizer.param_groups for p in group["params"]}
     named = torch.device(device).type if device is not None else None
     if len(found) > 1:
-        raise DeviceError(f"the model lies on several devices ({', '.join(sorted(found))}); move it to one with model.to(...)")
+        raise DeviceError(
+            f"the model lies on several devices ({', '.join(sorted(found))}); move it to one with model.to(...)"
+        )
     if named is not None and found and found != {named}:
-        raise DeviceError(f"device={named!r} was asked for, but the model lies on {found.pop()!r}; move it with model.to({named!r})")
+        raise DeviceError(
+            f"device={named!r} was asked for, but the model lies on {found.pop()!r}; move it with model.to({named!r})"
+        )
     chosen = named or (found.pop() if found else "cpu")
     if chosen != "cpu":
         raise DeviceError(f"this version of legroom runs on 'cpu'; the model lies on {chosen!r}")
     return chosen
 
 
-def _check_budget(budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+def _check_budget(
+    budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
+) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if budget_bytes > total:
         raise BudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, but this machine has {format_bytes(total)}; name at most that",
+            f"the budget is {format_bytes(budget_bytes)}, but this machine has {format_bytes(total)}; "
+            "name at most that",
             budget_bytes=budget_bytes,
         )
     parts = state_bytes(model, optimizer, device_type)
@@ -396,12 +430,18 @@ def _over_budget(budget_bytes: int, curve: Curve, census: Census) -> BudgetError
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
     return BudgetError(
         f"the step needs {format_bytes(peak)} even with everything saved swapped out ({listed}), the budget is "
-        f"{format_bytes(budget_bytes)}; the smallest budget seen to work so far is {format_bytes(peak)} ({peak} bytes). "
+        f"{format_bytes(budget_bytes)}; the smallest budget seen so far that works is {format_bytes(peak)} "
+        f"({peak} bytes). "
         "Raise the budget or make the batch smaller",
         budget_bytes=budget_bytes,
         floor_bytes=peak,
         breakdown=parts,
     )
+
+
+def _held(trace: Trace) -> tuple[Held, ...]:
+    makers = {value[0]: op for op in trace.ops for value in op.writes if value[1] == 0}
+    return tuple(Held(s.nbytes, s.name, makers[s.id].line if s.id in makers else "") for s in trace.storages if s.held)
 
 
 def _unreplayable(trace: Trace) -> tuple[tuple[str, int], ...]:

@@ -29,7 +29,9 @@ class Census:
         for tensor in _all_tensors():
             self._add(tensor, device, "input", "")
         self.base_bytes = sum(self.nbytes.values())
-        self._watched = {k: (self.refs[k], n) for k, n in self.nbytes.items() if self.kinds[k] not in ("parameter", "buffer") and n}
+        self._watched = {
+            k: (self.refs[k], n) for k, n in self.nbytes.items() if self.kinds[k] not in ("parameter", "buffer") and n
+        }
 
     def _add(self, tensor: torch.Tensor, device: str, kind: Kind, name: str) -> None:
         if saved_elsewhere(tensor) or tensor.device.type != device:
@@ -55,7 +57,9 @@ class Census:
                 pass
 
 
-def _known(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterable[tuple[str, torch.Tensor, Kind]]:
+def _known(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Iterable[tuple[str, torch.Tensor, Kind]]:
     if model is not None:
         for name, parameter in model.named_parameters():
             yield name, parameter, "parameter"
@@ -77,11 +81,17 @@ def _known(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | Non
 
 def _all_tensors() -> list[torch.Tensor]:
     # type(), not isinstance(): the latter asks the object, and lazy proxies answer with side effects.
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return [
+        o
+        for o in gc.get_objects()
+        if issubclass(type(o), torch.Tensor) and type(o) in (torch.Tensor, torch.nn.Parameter)
+    ]
 
 
-def state_bytes(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str) -> list[tuple[str, int]]:
-    """What parameters, their gradients and the optimizer's state take, the last two also where they are not made yet."""
+def state_bytes(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str
+) -> list[tuple[str, int]]:
+    """What parameters, gradients and the optimizer's state take, the last two also where they are not made yet."""
     seen: set[int] = set()
     sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "buffers": 0}
     trained: dict[int, torch.Tensor] = {}
@@ -110,7 +120,7 @@ def state_bytes(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer 
 
 
 def _states_per_parameter(optimizer: Any) -> int:
-    """Tensors of a parameter's size that PyTorch's own optimizers make at their first step; 0 for those we do not know."""
+    """Tensors of a parameter's size that PyTorch's own optimizers make at their first step; 0 for unknown ones."""
     options = optimizer.defaults
     match type(optimizer).__name__:
         case "Adam" | "AdamW" | "NAdam" | "RAdam" | "Adamax":

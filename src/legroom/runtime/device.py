@@ -1,7 +1,8 @@
 """The one seam between the runtime and a device: where swapped bytes go, how they travel, what a digest of bits is.
 
-A copy is started and later waited for; nothing here waits by itself. `Copy.wait()` on the CPU blocks the host; on a device with
-streams it makes the compute stream wait for an event, which is why the runtime calls it in program order and nowhere else.
+A copy is started and later waited for; nothing here waits by itself. `Copy.wait()` on the CPU blocks the host; on a
+device with streams it makes the compute stream wait for an event, which is why the runtime calls it in program order
+and nowhere else.
 """
 
 from __future__ import annotations

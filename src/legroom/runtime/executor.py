@@ -1,7 +1,7 @@
 """A planned step: the schedule's instructions, carried out at the ticks they are written for.
 
-The schedule says when to act; what a tensor is, and how to make it again, is taken from the step itself. Where the step is not the
-one that was planned for (another size, another order), the rest of it runs under the reactive policy.
+The schedule says when to act; what a tensor is, and how to make it again, is taken from the step itself. Where the
+step is not the one that was planned for (another size, another order), the rest of it runs under the reactive policy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Program:
         for tick, instructions in grouped.items():
             self.at[tick] = tuple(instructions)
         self.expected = [(t.kind, t.storage, trace.storages[t.storage].nbytes) for t in trace.ticks]
-        # What could never be moved needs no entry. All else gets one, kept or not: if the step drifts it must be able to go.
+        # What could never be moved needs no entry. All else gets one, kept or not: if the step drifts it must go.
         self.plain = frozenset(s.id for s in trace.storages if not s.gaps and not s.held)
         replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
@@ -50,7 +50,17 @@ class Program:
 class Executor:
     """The hooks and the op handler of one planned step."""
 
-    def __init__(self, ledger: Ledger, program: Program, device_type: str, *, kept: frozenset[int], check: int, measured: bool, fallbacks: Counter[str]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        program: Program,
+        device_type: str,
+        *,
+        kept: frozenset[int],
+        check: int,
+        measured: bool,
+        fallbacks: Counter[str],
+    ) -> None:
         self.ledger = ledger
         self.program = program
         self.device_type = device_type

@@ -1,8 +1,8 @@
 """Lineage: which op made a value, from which values, and how to make it again.
 
-A `Node` is a value: one version of one storage, in this very step. It can be had from a tensor held for it, from the saved
-entry whose bytes it is, or from the op that made it. Nothing is looked up by position in a trace: a program that takes
-another path than the one planned for is replayed along the path it took.
+A `Node` is a value: one version of one storage, in this very step. It can be had from a tensor held for it, from the
+saved entry whose bytes it is, or from the op that made it. Nothing is looked up by position in a trace: a program
+that takes another path than the one planned for is replayed along the path it took.
 
 Replays run below autograd and autocast, with the generator state, grad mode and thread count of the first run.
 """
@@ -46,7 +46,7 @@ def never_replayed(func: Any) -> str:
     if func.namespace not in ("aten", "prims"):
         return "an op from outside PyTorch may have state of its own"
     name = func.__name__
-    if name.startswith("_foreach") or name.startswith("_fused"):
+    if name.startswith(("_foreach", "_fused")):
         return "an op over lists of tensors"
     if "out" in name.split(".")[-1].split("_"):
         return "an out= op"
@@ -75,7 +75,9 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments whose bytes the schema says an op writes; `t_()` and its like write none."""
     if torch.Tag.inplace_view in func.tags:
         return ()
-    return tuple((i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 class Node:
@@ -106,8 +108,8 @@ class Node:
         if self.tensor is not None:
             if self.tensor._version != self.version:
                 raise StepError(
-                    f"a tensor of shape {list(self.tensor.shape)} that a dropped activation is recomputed from was changed in place "
-                    "during backward; legroom cannot replay from it. Move the change after backward, or plan without recomputation"
+                    f"a tensor of shape {list(self.tensor.shape)} that a dropped activation is recomputed from was "
+                    "changed in place during backward; legroom cannot replay from it. Move the change after backward"
                 )
             return self.tensor
         return None
@@ -129,7 +131,7 @@ class Argument:
 
 
 def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list[Node]) -> Any:
-    """An argument with its tensors replaced. Not a closure: one that calls itself is a cycle, and would keep what it saw."""
+    """An argument with its tensors replaced. Not a closure: one that calls itself is a cycle and keeps what it saw."""
     if isinstance(value, torch.Tensor):
         argument = Argument(node_of(value), value)
         inputs.append(argument.node)
@@ -144,7 +146,14 @@ class Made:
 
     __slots__ = ("args", "func", "generator", "grad", "inputs", "kwargs", "order", "rng", "threads", "written")
 
-    def __init__(self, order: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node_of: Callable[[torch.Tensor], Node]) -> None:
+    def __init__(
+        self,
+        order: int,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        node_of: Callable[[torch.Tensor], Node],
+    ) -> None:
         self.order = order
         self.func = func
         self.inputs: list[Node] = []
@@ -154,13 +163,14 @@ class Made:
         self.kwargs = {name: _reference(value, node_of, self.inputs) for name, value in kwargs.items()}
         self.grad = torch.is_grad_enabled()
         self.threads = torch.get_num_threads()
-        self.generator: torch.Generator | None = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        self.generator: torch.Generator | None = next(
+            (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None
+        )
         self.rng: torch.Generator | None = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             # A clone of the generator, not its state: the state is a tensor, and would count.
             self.rng = (self.generator or torch.default_generator).clone_state()
         self.written = [i for i, _ in written_arguments(func) if i < len(args) and isinstance(args[i], torch.Tensor)]
-
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default
@@ -242,7 +252,7 @@ class Lineage:
                 old.entry = None
 
     def made(self, made: Made, result: Any, known: set[int]) -> None:
-        """Give every fresh output its node. `known` are the storages of the arguments: an output over one of them is a view."""
+        """Give every fresh output its node. `known` are the arguments' storages; an output over one is a view."""
         outputs = result if isinstance(result, (list, tuple)) else (result,)
         if made.func.__name__.split(".")[0] in SHAPE_ONLY:
             made.become_empty_like(outputs[0])

@@ -1,7 +1,7 @@
 """The two places where eager PyTorch is intercepted, and how they are put in and taken out.
 
-Saved-tensor hooks see what autograd keeps. A dispatch mode sees ops. The mode is not neutral inside the autograd engine,
-where PyTorch takes other formulas while any mode is on, so it is taken off around every call into the engine.
+Saved-tensor hooks see what autograd keeps. A dispatch mode sees ops. The mode is not neutral inside the autograd
+engine, where PyTorch takes other formulas while any mode is on, so it is taken off around every call into the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class OpMode(TorchDispatchMode):
         super().__init__()
         self.handler = handler
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if not isinstance(func, torch._ops.OpOverload):  # higher-order ops: not ours to see into
             return func(*args, **(kwargs or {}))
         return self.handler(func, args, kwargs or {})

@@ -1,10 +1,10 @@
 """What one sheltered step did, op by op, and the proof that its ops can be replayed.
 
-The proof is made where everything is at hand. A functional op is run, its result digested and freed, and run again from the same
-generator state; an in-place op is run, its target put back from the host, and run again. Equal digests prove the
-op. Then every input of every op is digested again where it is read, and every saved storage where it is evicted: bytes
-that changed in between were changed by something PyTorch cannot see, and no replay is trusted across that.
-Neither takes more memory than the op itself, so the proof holds under any budget.
+The proof is made where everything is at hand. A functional op is run, its result digested and freed, and run again
+from the same generator state; an in-place op is run, its target put back from the host, and run again. Equal digests
+prove the op. Then every input of every op is digested again where it is read, and every saved storage where it is
+evicted: bytes that changed in between were changed by something PyTorch cannot see, and no replay is trusted across
+that. Neither takes more memory than the op itself, so the proof holds under any budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
@@ -72,7 +72,7 @@ class SeenOp:
 
 @dataclass(slots=True)
 class SeenTick:
-    kind: str
+    kind: Literal["pack", "unpack"]
     storage: int
 
 
@@ -166,7 +166,9 @@ class Recorder:
         if is_uninitialised(func):
             self._garbage.update((number, len(self.ops) - 1) for number, version in op.writes if version == 0)
 
-    def _prove(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> tuple[Any, str]:
+    def _prove(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> tuple[Any, str]:
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
         with mark(OWN):
@@ -177,6 +179,7 @@ class Recorder:
             result = func(*args, **kwargs)
             outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
             why_not = self._why_not_twice(func, outputs, keys, before, inputs)
+            first: list[bytes] = []
             if not why_not:
                 first = _digests_of(self.device, outputs)
                 del result, outputs
@@ -199,7 +202,9 @@ class Recorder:
         same = first == _digests_of(self.device, outputs)
         return result, "" if same else "two runs gave different bits"
 
-    def _why_not_twice(self, func: Any, outputs: list[torch.Tensor], keys: set[int], before: list[bytes], inputs: list[torch.Tensor]) -> str:
+    def _why_not_twice(
+        self, func: Any, outputs: list[torch.Tensor], keys: set[int], before: list[bytes], inputs: list[torch.Tensor]
+    ) -> str:
         if any(saved_elsewhere(t) for t in outputs):
             return "makes a tensor that is not strided"
         over_inputs = [t.untyped_storage()._cdata in keys for t in outputs]
@@ -213,7 +218,9 @@ class Recorder:
             return "writes its inputs without saying so"
         return ""
 
-    def _prove_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> tuple[Any, str]:
+    def _prove_in_place(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+    ) -> tuple[Any, str]:
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
         whole = [t for t in {t.untyped_storage()._cdata: t for t in written}.values() if t.untyped_storage().nbytes()]
         with mark(OWN), no_dispatch():
@@ -250,7 +257,15 @@ class Recorder:
         same = first == _digests_of(self.device, whole)
         return result, "" if same else "two runs gave different bits"
 
-    def _note(self, func: Any, result: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], reads: list[Value], why_not: str) -> None:
+    def _note(
+        self,
+        func: Any,
+        result: Any,
+        inputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+        reads: list[Value],
+        why_not: str,
+    ) -> None:
         op = len(self.ops)
         writes: list[Value] = []
         for tensor in {t.untyped_storage()._cdata: t for t in written}.values():
@@ -271,7 +286,9 @@ class Recorder:
         for value in writes:
             self.makers[value] = op
         shapes = ",".join(str(list(t.shape)) for t in inputs)
-        self.ops.append(SeenOp(str(func), self.phase, shapes, reads, writes, output_bytes, why_not, self.module(), _user_line()))
+        self.ops.append(
+            SeenOp(str(func), self.phase, shapes, reads, writes, output_bytes, why_not, self.module(), _user_line())
+        )
 
     # what PyTorch cannot see
 
@@ -301,7 +318,19 @@ class Recorder:
                 pass
             before = (number, seen.version)
             seen.version += 1
-            self.ops.append(SeenOp("legroom.unseen_write", self.phase, "", [before], [(number, seen.version)], 0, CHANGED, self.module(), ""))
+            self.ops.append(
+                SeenOp(
+                    "legroom.unseen_write",
+                    self.phase,
+                    "",
+                    [before],
+                    [(number, seen.version)],
+                    0,
+                    CHANGED,
+                    self.module(),
+                    "",
+                )
+            )
         seen.digest = now
 
     def compare_sources(self, number: int) -> None:
@@ -320,12 +349,12 @@ class Recorder:
 
     # ticks
 
-    def tick(self, kind: str, number: int) -> None:
+    def tick(self, kind: Literal["pack", "unpack"], number: int) -> None:
         self.ticks.append(SeenTick(kind, number))
         if kind == "pack":
             self.storages[number].packed = True
 
-    def odd_tick(self, kind: str) -> None:
+    def odd_tick(self, kind: Literal["pack", "unpack"]) -> None:
         """A tensor without a plain storage on this device; it stands for nothing in the trace."""
         self.ticks.append(SeenTick(kind, -1))
 

@@ -1,8 +1,8 @@
 """Making a dropped value again.
 
-Memory follows the walk that `schedule.check_schedule` describes: ops in program order, a value freed right after its last use
-in this replay, outputs nobody needs freed right after their op, an in-place op on a copy unless the value it changes was
-made here and is not read again.
+Memory follows the walk that `schedule.check_schedule` describes: ops in program order, a value freed right after its
+last use in this replay, outputs nobody needs freed right after their op, an in-place op on a copy unless the value it
+changes was made here and is not read again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
                 continue
         made = node.maker
         if made is None:
-            raise StepError("an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom")
+            raise StepError(
+                "an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom"
+            )
         ops[id(made)] = made
         outputs.setdefault(id(made), []).append(node)
         for source in made.inputs:
@@ -60,7 +62,9 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
     return sorted(ops.values(), key=lambda made: made.order), outputs
 
 
-def _run(made: Made, position: int, wanted: list[Node], at_hand: dict[int, torch.Tensor], last_use: dict[int, int]) -> None:
+def _run(
+    made: Made, position: int, wanted: list[Node], at_hand: dict[int, torch.Tensor], last_use: dict[int, int]
+) -> None:
     replaced: dict[int, torch.Tensor] = {}
     if made.written:
         for node in {id(n): n for n in _written_nodes(made)}.values():
@@ -102,7 +106,9 @@ def _value(argument: Any, replaced: dict[int, torch.Tensor], at_hand: dict[int, 
 
 
 def _written_nodes(made: Made) -> list[Node]:
-    return [argument.node for i in made.written if i < len(made.args) and isinstance(argument := made.args[i], Argument)]
+    return [
+        argument.node for i in made.written if i < len(made.args) and isinstance(argument := made.args[i], Argument)
+    ]
 
 
 def run_as_recorded(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,13 +1,15 @@
 """What autograd saved, where its bytes are now, and how they come back.
 
-An `Entry` is one saved storage. Autograd gets `Handle`s to it, one a saved view. The rule that makes eviction safe: **a storage is
-copied or dropped only while nothing but its own handles refers to it.** Then nobody, neither an in-place op on a sibling view
-nor a numpy array over the same bytes, can change it between the copy and its use, and freeing it frees memory.
-Handles count uses by their own lifetime, never by unpack calls: unpack may come twice, in any order, or never.
+An `Entry` is one saved storage. Autograd gets `Handle`s to it, one a saved view. The rule that makes eviction safe:
+**a storage is copied or dropped only while nothing but its own handles refers to it.** Then nobody, neither an in-
+place op on a sibling view nor a numpy array over the same bytes, can change it between the copy and its use, and
+freeing it frees memory. Handles count uses by their own lifetime, never by unpack calls: unpack may come twice, in
+any order, or never.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +56,10 @@ class View:
             shape = list(self.tensor.shape) if self.tensor is not None else list(self.size)
             kind = self.tensor.type() if self.tensor is not None else f"torch.{self.dtype}"
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: [{kind} {shape}] "
-                f"is at version {now}; expected version {self.version} instead. Hint: enable anomaly detection to find the "
-                "operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{kind} {shape}] is at version {now}; expected version {self.version} instead. Hint: enable anomaly "
+                "detection to find the operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
             )
 
     def let_go(self) -> None:
@@ -64,7 +67,12 @@ class View:
         tensor = self.tensor
         if tensor is None:
             return
-        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.dtype, self.size, self.stride, self.offset = (
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
         if tensor._version != self.version:
             self.moved_to = tensor._version
@@ -84,7 +92,22 @@ class View:
 class Entry:
     """One saved storage: in memory (views or `base` hold it), on the host (`host`), or to be replayed (`node`)."""
 
-    __slots__ = ("base", "gap_start", "generation", "host", "key", "ledger", "loading", "nbytes", "node", "number", "pins", "saving", "settled", "views")
+    __slots__ = (
+        "base",
+        "gap_start",
+        "generation",
+        "host",
+        "key",
+        "ledger",
+        "loading",
+        "nbytes",
+        "node",
+        "number",
+        "pins",
+        "saving",
+        "settled",
+        "views",
+    )
 
     def __init__(self, ledger: Ledger, number: int, key: int, nbytes: int) -> None:
         self.ledger = ledger
@@ -187,10 +210,8 @@ class Entry:
         """A thread may still work on these bytes: wait, and let its error be; nobody wants them any more."""
         for copy in (self.saving, self.loading):
             if copy is not None:
-                try:
+                with contextlib.suppress(Exception):
                     copy.wait()
-                except Exception:  # the copy is of no use to anybody now
-                    pass
         self.saving = self.loading = None
 
 
@@ -278,4 +299,8 @@ class Ledger:
 
 def saved_elsewhere(tensor: Any) -> bool:
     """Tensors whose bytes are not a plain strided storage: kept as they are."""
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized
+    return (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+    )

@@ -1,8 +1,8 @@
 """The reactive policy: stay inside a budget without knowing the future.
 
-Everything autograd saves leaves memory as soon as nothing else refers to it, and comes back when it is asked for. No step can
-take less, so whatever budget can be met is met from the first step on; the price is one copy out and back of what is
-saved, paid only while a step is not known. A sheltered step that captures also runs the recorder.
+Everything autograd saves leaves memory as soon as nothing else refers to it, and comes back when it is asked for. No
+step can take less, so whatever budget can be met is met from the first step on; the price is one copy out and back of
+what is saved, paid only while a step is not known. A sheltered step that captures also runs the recorder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ _NOTHING = contextlib.nullcontext()
 class Shelter:
     """The hooks and the op handler of one sheltered step."""
 
-    def __init__(self, ledger: Ledger, device_type: str, *, recorder: Recorder | None, census: Census | None, kept: frozenset[int]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        device_type: str,
+        *,
+        recorder: Recorder | None,
+        census: Census | None,
+        kept: frozenset[int],
+    ) -> None:
         self.ledger = ledger
         self.device_type = device_type
         self.recorder = recorder

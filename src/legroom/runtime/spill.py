@@ -1,8 +1,9 @@
 """The file that swapped bytes go to on the CPU, and the threads that carry them.
 
-The file has no name: it is unlinked as soon as it is open, so it is gone at exit, after a crash and after a kill. pread and
-pwrite rather than a mapping, because mapped pages count as resident. One thread a direction: copies of one direction
-run in order, the two directions overlap, and both overlap with compute because the system calls drop the interpreter lock.
+The file has no name: it is unlinked as soon as it is open, so it is gone at exit, after a crash and after a kill.
+pread and pwrite rather than a mapping, because mapped pages count as resident. One thread a direction: copies of one
+direction run in order, the two directions overlap, and both overlap with compute because the system calls drop the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class SpillFile:
         try:
             self._fd: int | None = _open_unlinked(where)
         except OSError as error:
-            raise DeviceError(f"cannot make a spill file in {where!r}: {error.strerror}; name another folder as spill_dir") from error
+            raise DeviceError(
+                f"cannot make a spill file in {where!r}: {error.strerror}; name another folder as spill_dir"
+            ) from error
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="legroom-out")
@@ -82,7 +85,8 @@ class SpillFile:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise DeviceError(
                     f"the spill folder {self.directory!r} is full: {format_bytes(slot.nbytes)} more did not fit beside "
-                    f"{format_bytes(self._end)} already there; free space, name another folder as spill_dir, or raise the budget"
+                    f"{format_bytes(self._end)} already there; free space, name another folder as spill_dir, or raise "
+                    "the budget"
                 ) from error
             raise
 
@@ -92,12 +96,16 @@ class SpillFile:
         while done < slot.nbytes:
             got = os.preadv(self._descriptor(), [view[done:]], slot.offset + done)
             if got == 0:
-                raise DeviceError(f"the spill file in {self.directory!r} was cut short; it must not be touched while a room is open")
+                raise DeviceError(
+                    f"the spill file in {self.directory!r} was cut short; it must not be touched while a room is open"
+                )
             done += got
 
     def _descriptor(self) -> int:
         if self._fd is None:
-            raise DeviceError("this room is closed, and a tensor swapped out by it was asked for; finish backward before close()")
+            raise DeviceError(
+                "this room is closed, and a tensor swapped out by it was asked for; finish backward before close()"
+            )
         return self._fd
 
 

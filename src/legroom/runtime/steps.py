@@ -60,14 +60,18 @@ class ShelteredStep:
             self.recorder = Recorder(setting.ledger.device, self.census, proving=self._proving)
         else:
             setting.fallbacks["another profiler runs: the step was not recorded"] += 1
-        self.shelter = Shelter(setting.ledger, setting.device_type, recorder=self.recorder, census=self.census, kept=setting.kept())
+        self.shelter = Shelter(
+            setting.ledger, setting.device_type, recorder=self.recorder, census=self.census, kept=setting.kept()
+        )
         if self.recorder is not None:
             self._stack.enter_context(module_paths(setting.model, self.recorder))
             self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
             self._log = AllocationLog()
             self._log.start()
         shelter = self.shelter
-        self._stack.enter_context(Interception(shelter.pack, shelter.unpack, handler=shelter.op, entered=_nothing, left=_nothing))
+        self._stack.enter_context(
+            Interception(shelter.pack, shelter.unpack, handler=shelter.op, entered=_nothing, left=_nothing)
+        )
 
     def _optimizer_begins(self) -> None:
         """The last moment at which nothing is changed yet: what has the step needed so far?"""
@@ -120,16 +124,23 @@ class PlannedStep:
         if self._measure:
             self.census = Census(setting.device_type, setting.model, setting.optimizer)
         self.executor = executor = Executor(
-            setting.ledger, self._program, setting.device_type, kept=setting.kept(), check=self._check, measured=self._measure,
+            setting.ledger,
+            self._program,
+            setting.device_type,
+            kept=setting.kept(),
+            check=self._check,
+            measured=self._measure,
             fallbacks=setting.fallbacks,
-        )  # fmt: skip
+        )
         executor.census = self.census
         if self._measure:
             self._log = AllocationLog()
             self._log.start()
         handler = executor.op if self._program.recorded else None
         self._stack.enter_context(
-            Interception(executor.pack, executor.unpack, handler=handler, entered=executor.backward_begins, left=_nothing)
+            Interception(
+                executor.pack, executor.unpack, handler=handler, entered=executor.backward_begins, left=_nothing
+            )
         )
 
     def end(self, *, failed: bool) -> None:
