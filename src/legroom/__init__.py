@@ -5,7 +5,8 @@ from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
-from legroom.planners import PLANNERS
+from legroom.planners import PLANNERS, plan
+from legroom.probe import probe
 from legroom.report import Report
 from legroom.room import Room, capture, fit
 from legroom.simulate import simulate
@@ -26,6 +27,8 @@ __all__ = [
     "capture",
     "fit",
     "floor_bytes",
+    "plan",
+    "probe",
     "simulate",
 ]
 __version__ = "0.1.0"

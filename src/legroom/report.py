@@ -54,9 +54,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"steps {self.steps} ({self.sheltered_steps} sheltered, {self.planned_steps} planned), "
-            + f"{self.measured_steps} of them measured",
-            f"budget {format_bytes(self.budget_bytes)}, measured peak {format_bytes(self.peak_bytes)}"
+            f"steps {self.steps}, sheltered {self.sheltered_steps}, planned {self.planned_steps}",
+            f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} "
+            f"(measured in {self.measured_steps} steps)"
             + (f", predicted {format_bytes(self.predicted_peak_bytes)}" if self.predicted_peak_bytes else "")
             + (f", smallest that works {format_bytes(self.floor_bytes)}" if self.floor_bytes else ""),
         ]

@@ -19,9 +19,10 @@ from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, St
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
+from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
 from legroom.plan import from_json as plan_from_json
-from legroom.planners import PLANNERS
+from legroom.planners import Planner, named
 from legroom.probe import probe
 from legroom.report import Breakdown, Held, Report
 from legroom.runtime.census import Census, state_bytes
@@ -34,13 +35,12 @@ from legroom.simulate import simulate
 from legroom.timeline import Timeline
 from legroom.units import format_bytes, parse_bytes
 
-Planner = Callable[[Trace, Hardware, int], Plan]
-
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
 MOST_CALIBRATIONS = 4
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
-CHECK_EVERY_STEPS = 64  # a planned step is measured again this often: the peak is a promise, not a memory of one
+# Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
+FIRST_CHECK = 64
 
 
 def fit(
@@ -60,7 +60,7 @@ def fit(
     where not named.
     """
     budget_bytes = parse_bytes(budget)
-    chosen = _planner(planner)
+    chosen = named(planner)
     device_type = _device_type(model, optimizer, device)
     _check_budget(budget_bytes, model, optimizer, device_type)
     given = _given_plan(plan)
@@ -91,7 +91,7 @@ def capture(
         model,
         optimizer,
         2**61,
-        _planner("none"),
+        named("none"),
         None,
         device_type,
         os.fspath(spill_dir) if spill_dir is not None else None,
@@ -175,9 +175,8 @@ class Room:
             return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
         replayed = self._program.replayed_storages
         check = replayed[self._planned % len(replayed)] if replayed else -1
-        measure = (
-            self._calibrations < MOST_CALIBRATIONS and not self._calibrated
-        ) or self._planned % CHECK_EVERY_STEPS == 0
+        calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
+        measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
 
     def _before_optimizer(self, curve: Curve, census: Census) -> None:
@@ -214,13 +213,13 @@ class Room:
     def _plan_for(self, trace: Trace) -> None:
         self.trace = trace
         self._floor = floor_bytes(trace)
-        hardware = probe(self._setting.device_type, self._spill_dir)
         try:
-            if self._given is not None:
-                check_fits(trace, self._given)
+            with patience("measuring the machine and planning the step"):
+                hardware = probe(self._setting.device_type, self._spill_dir)
                 plan = self._given
-            else:
-                plan = self._planner(trace, hardware, self.budget_bytes)
+                if plan is None:
+                    plan = self._planner(trace, hardware, self.budget_bytes)
+                check_fits(trace, plan)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
             self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
@@ -350,14 +349,6 @@ class Step:
                 "torch.func transforms and code that forbids saved-tensor hooks cannot run inside step(); "
                 "use torch.autograd.grad there, or call it outside the step"
             ) from error
-
-
-def _planner(planner: str | Planner) -> Planner:
-    if callable(planner):
-        return planner
-    if planner not in PLANNERS:
-        raise PlanError(f"unknown planner {planner!r}; there are {', '.join(sorted(PLANNERS))}")
-    return PLANNERS[planner]
 
 
 def _given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace
-from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut, memory_curve
+from legroom.plan import Plan
+from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut, lower, memory_curve
 from legroom.timeline import Breakdown, Interval, Lane, Memory, Stall, Timeline
 
 
-def simulate(trace: Trace, schedule: Schedule, hardware: Hardware) -> Timeline:
-    """The predicted timeline. Raises PlanError where the schedule is not sound."""
+def simulate(trace: Trace, plan: Plan | Schedule, hardware: Hardware) -> Timeline:
+    """The predicted timeline of a plan, or of a schedule made from one. Raises PlanError where it is not sound."""
+    schedule = lower(trace, plan, hardware) if isinstance(plan, Plan) else plan
     memory = tuple(Memory(*level) for level in memory_curve(trace, schedule))
     machine = _Machine(trace, hardware)
     machine.step(schedule.instructions)

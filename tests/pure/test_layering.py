@@ -28,6 +28,7 @@ ORDER = (
     "evaluate",
     "planners",
     "report",
+    "patience",
     # torch
     "alloclog",
     "curve",

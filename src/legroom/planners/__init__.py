@@ -8,17 +8,33 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from legroom.errors import PlanError
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planners.auto import Auto
 from legroom.planners.none import KeepAll
+from legroom.units import parse_bytes
 
-__all__ = ["PLANNERS", "Planner"]
+__all__ = ["PLANNERS", "Planner", "named", "plan"]
 
 
 class Planner(Protocol):
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan: ...
+
+
+def named(planner: str | Planner) -> Planner:
+    """The planner of that name; a planner itself is returned as it is."""
+    if not isinstance(planner, str):
+        return planner
+    if planner not in PLANNERS:
+        raise PlanError(f"unknown planner {planner!r}; there are {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[planner]
+
+
+def plan(trace: Trace, hardware: Hardware, budget: int | str, *, planner: str | Planner = "auto") -> Plan:
+    """A plan for a trace on a machine, inside a budget."""
+    return named(planner)(trace, hardware, parse_bytes(budget))
 
 
 PLANNERS: dict[str, Planner] = {"none": KeepAll(), "auto": Auto()}
