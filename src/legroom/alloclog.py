@@ -1,19 +1,21 @@
 """The allocator's own account of a step: every allocation and free, op-internal workspace included, in program order.
 
-On the CPU it comes from PyTorch's profiler. The runtime writes marks into the same log, so that what the program did
-and what legroom did can be told apart afterwards, and each can be laid beside the ticks.
+On the CPU it comes from PyTorch's profiler, event by event. On CUDA the allocator's counters are read at every mark:
+the level, and the peak since the mark before, which is all that a curve over ticks needs. The runtime writes marks
+into the log, so that what the program did and what legroom did can be told apart afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch._C._profiler import _RecordFunctionFast as mark
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile
 
 # Marks in the log. What lies inside OWN, TICK and PROOF was done by legroom; OP is one op that the mode saw.
@@ -28,7 +30,6 @@ FREED = "legroom::freed "  # followed by bytes: something from before the log be
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    address: int
     nbytes: int  # negative: a free
 
 
@@ -50,18 +51,32 @@ class Leave:
 Event = Allocation | Enter | Leave
 
 
+class Log(Protocol):
+    """Start, run, stop: the events of what ran."""
+
+    def start(self) -> None: ...
+    def stop(self) -> list[Event]: ...
+    def cancel(self) -> None: ...
+
+
 def profiler_is_free() -> bool:
     """PyTorch has one profiler; starting ours while the user's runs would end theirs without a word."""
     return not torch._C._autograd._profiler_enabled()
 
 
-class AllocationLog:
-    """Start, run, stop. `events` is there after stop()."""
+_sampler: SampledLog | None = None  # one step runs at a time in a process
+
+
+def mark(name: str) -> Any:
+    """A context that stands in the log of the step that runs."""
+    return _RecordFunctionFast(name) if _sampler is None else _SampledMark(_sampler, name)
+
+
+class ProfilerLog:
+    """The CPU allocator's events, from the profiler."""
 
     def __init__(self) -> None:
-        # The profiler greets on standard error at every start unless told otherwise before its first use.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profile: Any = profile(use_cpu=True, profile_memory=True, record_shapes=True, use_kineto=True)
+        self._profile = _profiler(cuda=False)
         self._running = False
 
     def start(self) -> None:
@@ -78,11 +93,118 @@ class AllocationLog:
     def stop(self) -> list[Event]:
         self._running = False
         self._profile.__exit__(None, None, None)
-        tree = self._profile.kineto_results.experimental_event_tree()
-        return list(_flatten(tree))
+        return list(_flatten(self._profile.kineto_results.experimental_event_tree(), None))
 
 
-def _flatten(roots: list[Any]) -> Iterator[Event]:
+class SampledLog:
+    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times as well."""
+
+    def __init__(self, index: int, *, ops: bool) -> None:
+        self._index = index
+        self._profile = _profiler(cuda=True) if ops else None
+        self._events: list[Event] = []
+        self._last = 0
+
+    def start(self) -> None:
+        global _sampler
+        if self._profile is not None:
+            self._profile.__enter__()
+        torch._C._cuda_resetPeakMemoryStats(self._index)
+        self._last = self._read()[0]
+        _sampler = self
+
+    def cancel(self) -> None:
+        global _sampler
+        _sampler = None
+        if self._profile is not None:
+            with contextlib.suppress(Exception):
+                self._profile.__exit__(None, None, None)
+
+    def stop(self) -> list[Event]:
+        global _sampler
+        self.sample()
+        _sampler = None
+        if self._profile is None:
+            return self._events
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        return list(self._merged(_flatten(results.experimental_event_tree(), _kernel_seconds(results))))
+
+    def sample(self) -> None:
+        """What happened since the last look: up to the peak, and from there to where it stands."""
+        level, peak = self._read()
+        if peak > max(level, self._last):
+            self._events += [Allocation(peak - self._last), Allocation(level - peak)]
+        elif level != self._last:
+            self._events.append(Allocation(level - self._last))
+        self._last = level
+        torch._C._cuda_resetPeakMemoryStats(self._index)
+
+    def enter(self, name: str) -> None:
+        self.sample()
+        self._events.append(Enter(name, 0.0, "", False))
+
+    def leave(self, name: str) -> None:
+        self.sample()
+        self._events.append(Leave(name))
+
+    def _read(self) -> tuple[int, int]:
+        counters = torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]
+        return counters["current"], counters["peak"]
+
+    def _merged(self, profiled: Iterator[Event]) -> Iterator[Event]:
+        """The profiler's ops and times in the sampled log; both have the same marks in the same order."""
+        sampled = iter(self._events)
+        for event in profiled:
+            if isinstance(event, Allocation):
+                continue
+            if not event.name.startswith("legroom::"):
+                yield event
+                continue
+            for seen in sampled:
+                if isinstance(seen, Allocation):
+                    yield seen
+                else:
+                    assert type(seen) is type(event) and seen.name == event.name, "the two logs differ"
+                    yield event
+                    break
+        yield from sampled
+
+
+class _SampledMark:
+    __slots__ = ("_log", "_name", "_range")
+
+    def __init__(self, log: SampledLog, name: str) -> None:
+        self._log = log
+        self._name = name
+        self._range = _RecordFunctionFast(name)
+
+    def __enter__(self) -> None:
+        self._log.enter(self._name)
+        self._range.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._range.__exit__(*error)
+        self._log.leave(self._name)
+
+
+def _profiler(*, cuda: bool) -> Any:
+    # The profiler greets on standard error at every start unless told otherwise before its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    devices = {"use_device": "cuda"} if cuda else {}
+    return profile(use_cpu=True, profile_memory=not cuda, record_shapes=True, use_kineto=True, **devices)  # type: ignore[arg-type]
+
+
+def _kernel_seconds(results: Any) -> dict[int, float]:
+    """Device time by the id that ties a kernel to the op that launched it."""
+    seconds: dict[int, float] = defaultdict(float)
+    for event in results.events():
+        if event.device_type() == torch._C._autograd.DeviceType.CUDA:
+            seconds[event.linked_correlation_id()] += event.duration_ns() * 1e-9
+    return seconds
+
+
+def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[Event]:
     """Pre-order walk: children lie inside their parents in time, so this is program order."""
     stack: list[Any] = [(node, False, False) for node in reversed(roots)]
     while stack:
@@ -95,7 +217,7 @@ def _flatten(roots: list[Any]) -> Iterator[Event]:
         if kind == "Allocation":
             fields = node.typed[1]
             if str(fields.device) == "cpu":
-                yield Allocation(fields.ptr, fields.alloc_size)
+                yield Allocation(fields.alloc_size)
             continue
         name = node.name
         ours = name.startswith("legroom::")
@@ -103,30 +225,24 @@ def _flatten(roots: list[Any]) -> Iterator[Event]:
         outermost = not inside_op and "::" in name and not name.startswith("autograd::")
         if ours or outermost:
             seconds = (node.end_time_ns - node.start_time_ns) * 1e-9
+            if kernel_seconds is not None:
+                seconds = _subtree_seconds(node, kernel_seconds)
             yield Enter(name, seconds, "" if ours else _shapes(node), backward)
             stack.append(Leave(name))
         deeper = inside_op or (outermost and not ours)
         stack.extend((child, deeper, backward) for child in reversed(node.children))
 
 
+def _subtree_seconds(node: Any, kernel_seconds: dict[int, float]) -> float:
+    total = 0.0
+    stack = [node]
+    while stack:
+        inner = stack.pop()
+        total += kernel_seconds.get(inner.correlation_id, 0.0)
+        stack.extend(inner.children)
+    return total
+
+
 def _shapes(node: Any) -> str:
     inputs = getattr(node.typed[1], "inputs", None) or ()
     return ",".join(str(getattr(i, "sizes", None)) for i in inputs)
-
-
-__all__ = [
-    "FREED",
-    "GONE",
-    "OP",
-    "OWN",
-    "PROOF",
-    "STANDS",
-    "TICK",
-    "Allocation",
-    "AllocationLog",
-    "Enter",
-    "Event",
-    "Leave",
-    "mark",
-    "profiler_is_free",
-]

@@ -45,25 +45,18 @@ class _Reader:
     def __init__(self, base_bytes: int) -> None:
         self.kept = self.measured = base_bytes
         self.curve = Curve([Segment(base_bytes, base_bytes, base_bytes, 0)], [], base_bytes)
-        self.by_legroom: dict[int, bool] = {}
         self.own_depth = 0
         self.seen = 0
         self.open_ops: list[tuple[RunOp, int]] = []
 
     def allocation(self, event: Allocation) -> None:
         self.measured += event.nbytes
-        own = self.own_depth > 0
+        # Inside legroom's own work an allocation is a reload and a free an eviction; outside it is the program that
+        # allocates, or lets go of its first allocation or of the reload that stands for it.
+        if not self.own_depth:
+            self.kept += event.nbytes
         if event.nbytes > 0:
-            self.by_legroom[event.address] = own
-            if not own:
-                self.kept += event.nbytes
             self.note()
-        else:
-            self.by_legroom.pop(event.address, None)
-            # A free inside legroom's own work is an eviction; outside it is the program letting go, of the first
-            # allocation or of the reload that stands for it.
-            if not own:
-                self.kept += event.nbytes
 
     def note(self) -> None:
         segment = self.curve.segments[-1]

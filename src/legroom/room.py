@@ -26,7 +26,7 @@ from legroom.planners import Planner, named
 from legroom.probe import probe
 from legroom.report import Breakdown, Held, Report
 from legroom.runtime.census import Census, state_bytes
-from legroom.runtime.device import open_device
+from legroom.runtime.device import CpuDevice, Device
 from legroom.runtime.executor import Program
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
@@ -127,7 +127,7 @@ class Room:
         self._planner = planner
         self._given = given
         self._spill_dir = spill_dir
-        self._device = open_device(device_type, spill_dir)
+        self._device = _open_device(device_type, spill_dir)
         self._setting = Setting(Ledger(self._device), device_type, model, optimizer, Counter())
         self._device.set_cap(budget_bytes)
         self._program: Program | None = None
@@ -351,6 +351,14 @@ class Step:
             ) from error
 
 
+def _open_device(device_type: str, spill_dir: str | None) -> Device:
+    if device_type == "cpu":
+        return CpuDevice(spill_dir)
+    from legroom.runtime.cuda import CudaDevice
+
+    return CudaDevice(torch.cuda.current_device())
+
+
 def _given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -383,8 +391,8 @@ def _device_type(
             f"device={named!r} was asked for, but the model lies on {found.pop()!r}; move it with model.to({named!r})"
         )
     chosen = named or (found.pop() if found else "cpu")
-    if chosen != "cpu":
-        raise DeviceError(f"this version of legroom runs on 'cpu'; the model lies on {chosen!r}")
+    if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
+        raise DeviceError(f"legroom works on 'cpu' and on 'cuda' where there is one; the model lies on {chosen!r}")
     return chosen
 
 
@@ -392,10 +400,11 @@ def _check_budget(
     budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
 ) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device_type == "cuda":
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if budget_bytes > total:
         raise BudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, but this machine has {format_bytes(total)}; "
-            "name at most that",
+            f"the budget is {format_bytes(budget_bytes)}, but the device has {format_bytes(total)}; name at most that",
             budget_bytes=budget_bytes,
         )
     parts = state_bytes(model, optimizer, device_type)

@@ -11,13 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.alloclog import FREED, mark
 from legroom.ir import Kind
+from legroom.runtime.device import Device
 from legroom.runtime.residency import saved_elsewhere
 
 
 class Census:
     """One count of all tensors, taken at the start of a step."""
 
-    def __init__(self, device: str, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, device: Device, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         gc.collect()  # garbage still counted now would be freed at a moment nobody can predict
         self.kinds: dict[int, Kind] = {}
         self.names: dict[int, str] = {}
@@ -25,10 +26,13 @@ class Census:
         self.nbytes: dict[int, int] = {}
         self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
         for name, tensor, kind in _known(model, optimizer):
-            self._add(tensor, device, kind, name)
+            self._add(tensor, device.name, kind, name)
         for tensor in _all_tensors():
-            self._add(tensor, device, "input", "")
-        self.base_bytes = sum(self.nbytes.values())
+            self._add(tensor, device.name, "input", "")
+        alive = device.alive_bytes()
+        self.base_bytes = alive if alive is not None else sum(self.nbytes.values())
+        if alive is not None:
+            return  # such a log reports every free
         self._watched = {
             k: (self.refs[k], n) for k, n in self.nbytes.items() if self.kinds[k] not in ("parameter", "buffer") and n
         }

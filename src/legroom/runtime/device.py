@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from legroom.alloclog import Log, ProfilerLog
 from legroom.runtime.spill import Slot, SpillFile
 
 
@@ -37,6 +38,9 @@ class Device(Protocol):
     granularity_bytes: int
     smallest_swap_bytes: int
 
+    def rounded(self, nbytes: int) -> int: ...
+    def alive_bytes(self) -> int | None: ...
+    def log(self, *, ops: bool) -> Log: ...
     def allocate(self, nbytes: int) -> torch.Tensor: ...
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]: ...
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy: ...
@@ -91,6 +95,18 @@ class CpuDevice:
     def __init__(self, spill_dir: str | None = None) -> None:
         self.spill = SpillFile(spill_dir)
 
+    def rounded(self, nbytes: int) -> int:
+        """What an allocation of so many bytes counts for."""
+        return nbytes
+
+    def alive_bytes(self) -> int | None:
+        """What the allocator says is alive; the CPU's does not say, and tensors are counted instead."""
+        return None
+
+    def log(self, *, ops: bool) -> Log:
+        """The allocator's log. `ops`: with op times; the CPU's always has them."""
+        return ProfilerLog()
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -118,7 +134,3 @@ class CpuDevice:
 
     def close(self) -> None:
         self.spill.close()
-
-
-def open_device(name: str, spill_dir: str | None) -> Device:
-    return CpuDevice(spill_dir)

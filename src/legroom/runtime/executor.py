@@ -90,7 +90,7 @@ class Executor:
             storage = tensor.untyped_storage()
             if self.reactive is None:
                 kind, number, nbytes = self.program.expected[tick]
-                if kind == "pack" and nbytes == storage.nbytes():
+                if kind == "pack" and nbytes == self.ledger.device.rounded(storage.nbytes()):
                     if number in self.program.plain:
                         return Kept(tensor, number, self.ledger.generation)
                     entry = self.ledger.entry_of(tensor, number)

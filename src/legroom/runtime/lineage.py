@@ -144,7 +144,7 @@ def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list
 class Made:
     """One recorded op, with all that is needed to run it again."""
 
-    __slots__ = ("args", "func", "generator", "grad", "inputs", "kwargs", "order", "rng", "threads", "written")
+    __slots__ = ("args", "func", "grad", "inputs", "kwargs", "order", "rng", "threads", "written")
 
     def __init__(
         self,
@@ -163,13 +163,10 @@ class Made:
         self.kwargs = {name: _reference(value, node_of, self.inputs) for name, value in kwargs.items()}
         self.grad = torch.is_grad_enabled()
         self.threads = torch.get_num_threads()
-        self.generator: torch.Generator | None = next(
-            (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None
-        )
-        self.rng: torch.Generator | None = None
+        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        self.rng: RandomState | None = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # A clone of the generator, not its state: the state is a tensor, and would count.
-            self.rng = (self.generator or torch.default_generator).clone_state()
+            self.rng = RandomState(generator)
         self.written = [i for i, _ in written_arguments(func) if i < len(args) and isinstance(args[i], torch.Tensor)]
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
@@ -178,15 +175,31 @@ class Made:
         self.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
 
 
-def rng_state(generator: torch.Generator | None) -> bytes:
-    """A generator's state outside tensor memory, so that remembering it costs the budget nothing."""
-    with no_dispatch():
-        return (generator or torch.default_generator).get_state().numpy().tobytes()
+class RandomState:
+    """The state of the generators an op may draw from, and the way back to it.
 
+    Clones of generators, not their states: a state is a tensor, and would count.
+    """
 
-def set_rng_state(generator: torch.Generator | None, state: bytes) -> None:
-    with no_dispatch():
-        (generator or torch.default_generator).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    __slots__ = ("_clones", "_generators")
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generators = [generator] if generator is not None else [torch.default_generator]
+        if generator is None and torch.cuda.is_initialized():
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._clones = [g.clone_state() for g in self._generators]
+
+    def restore(self) -> None:
+        with no_dispatch():
+            for generator, clone in zip(self._generators, self._clones, strict=True):
+                generator.set_state(clone.get_state())
+
+    def now(self) -> RandomState:
+        """The state of the same generators at this moment."""
+        state = RandomState.__new__(RandomState)
+        state._generators = self._generators
+        state._clones = [g.clone_state() for g in self._generators]
+        return state
 
 
 class Lineage:

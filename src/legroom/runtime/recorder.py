@@ -25,10 +25,9 @@ from legroom.runtime.device import Device
 from legroom.runtime.lineage import (
     HIDDEN_WRITES,
     SHAPE_ONLY,
+    RandomState,
     is_uninitialised,
     never_replayed,
-    rng_state,
-    set_rng_state,
     tensors_in,
     written_tensors,
 )
@@ -105,7 +104,8 @@ class Recorder:
         number = len(self.storages)
         lasting = key in self.census.kinds and not self.census.refs[key].expired()
         name = self.census.names[key] if lasting else self.module()
-        self.storages.append(SeenStorage(storage.nbytes(), key, key, lasting, StorageWeakRef(storage), name))
+        nbytes = self.device.rounded(storage.nbytes())
+        self.storages.append(SeenStorage(nbytes, key, key, lasting, StorageWeakRef(storage), name))
         self._by_key[key] = number
         if lasting:
             self._lasting.add(number)
@@ -172,7 +172,7 @@ class Recorder:
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
         with mark(OWN):
-            rng = rng_state(generator) if seeded else None
+            rng = RandomState(generator) if seeded else None
             keys = {t.untyped_storage()._cdata for t in inputs}
             before = self._digests(inputs)
         with mark(PROOF):
@@ -193,7 +193,7 @@ class Recorder:
                 if i < len(again) and again[i] is not None:
                     again[i] = again[i].clone()
             if rng is not None:
-                set_rng_state(generator, rng)
+                rng.restore()
         with mark(OP):
             result = func(*again, **kwargs)
         with mark(OWN):
@@ -224,7 +224,7 @@ class Recorder:
         generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
         whole = [t for t in {t.untyped_storage()._cdata: t for t in written}.values() if t.untyped_storage().nbytes()]
         with mark(OWN), no_dispatch():
-            rng = rng_state(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
+            rng = RandomState(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
             flats = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in whole]
             garbage = [(n := self.number(t)) in self._garbage and self.storages[n].version == 0 for t in whole]
             copies = {i: self.device.copy_out(flat) for i, flat in enumerate(flats) if not garbage[i]}
@@ -251,7 +251,7 @@ class Recorder:
                     self.device.copy_in(host, flat).wait()
                     host.drop()
             if rng is not None:
-                set_rng_state(generator, rng)
+                rng.restore()
         with mark(OP):
             result = func(*args, **kwargs)
         same = first == _digests_of(self.device, whole)
@@ -281,7 +281,7 @@ class Recorder:
             number = self.number(tensor)
             if (number, 0) not in writes:
                 writes.append((number, 0))
-                output_bytes += tensor.untyped_storage().nbytes()
+                output_bytes += self.device.rounded(tensor.untyped_storage().nbytes())
                 self._learn(number, tensor)
         for value in writes:
             self.makers[value] = op

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from legroom.errors import StepError
-from legroom.runtime.lineage import HIDDEN_WRITES, Argument, Made, Node, copy_of_bytes, rng_state, set_rng_state
+from legroom.runtime.lineage import HIDDEN_WRITES, Argument, Made, Node, RandomState, copy_of_bytes
 
 
 def replay(target: Node) -> torch.Tensor:
@@ -114,10 +114,10 @@ def _written_nodes(made: Made) -> list[Node]:
 def run_as_recorded(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run one op below autograd and autocast, as it ran the first time, and leave no trace in the generators."""
     threads = torch.get_num_threads()
-    before: bytes | None = None
+    before: RandomState | None = None
     if made.rng is not None:
-        before = rng_state(made.generator)
-        set_rng_state(made.generator, rng_state(made.rng))
+        before = made.rng.now()
+        made.rng.restore()
     if threads != made.threads:
         torch.set_num_threads(made.threads)
     grad = torch.is_grad_enabled()
@@ -130,7 +130,7 @@ def run_as_recorded(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if threads != made.threads:
             torch.set_num_threads(threads)
         if before is not None:
-            set_rng_state(made.generator, before)
+            before.restore()
 
 
 def _without_autocast() -> Any:

@@ -134,7 +134,7 @@ class Shelter:
             assert self.recorder is not None
             self.recorder.gap(entry, self.tick - 1)
         if not in_memory:
-            with mark(f"{GONE}{entry.nbytes}"):
+            with mark(f"{GONE}{self.ledger.device.rounded(entry.nbytes)}"):
                 pass
 
     # ops

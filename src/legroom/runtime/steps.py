@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from legroom.alloclog import AllocationLog, profiler_is_free
+from legroom.alloclog import Log, profiler_is_free
 from legroom.curve import Curve, read_curve
 from legroom.runtime.census import Census
 from legroom.runtime.executor import Executor, Program
@@ -46,7 +46,7 @@ class ShelteredStep:
         self._setting = setting
         self._before_optimizer = before_optimizer
         self._stack = contextlib.ExitStack()
-        self._log: AllocationLog | None = None
+        self._log: Log | None = None
         self.recorder: Recorder | None = None
         self.census: Census | None = None
         self.curve: Curve | None = None
@@ -56,7 +56,7 @@ class ShelteredStep:
         setting = self._setting
         setting.ledger.generation += 1
         if profiler_is_free():
-            self.census = Census(setting.device_type, setting.model, setting.optimizer)
+            self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
             self.recorder = Recorder(setting.ledger.device, self.census, proving=self._proving)
         else:
             setting.fallbacks["another profiler runs: the step was not recorded"] += 1
@@ -66,7 +66,7 @@ class ShelteredStep:
         if self.recorder is not None:
             self._stack.enter_context(module_paths(setting.model, self.recorder))
             self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
-            self._log = AllocationLog()
+            self._log = setting.ledger.device.log(ops=self._proving)
             self._log.start()
         shelter = self.shelter
         self._stack.enter_context(
@@ -114,7 +114,7 @@ class PlannedStep:
         self._check = check
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
-        self._log: AllocationLog | None = None
+        self._log: Log | None = None
         self.census: Census | None = None
         self.curve: Curve | None = None
 
@@ -122,7 +122,7 @@ class PlannedStep:
         setting = self._setting
         setting.ledger.generation += 1
         if self._measure:
-            self.census = Census(setting.device_type, setting.model, setting.optimizer)
+            self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
         self.executor = executor = Executor(
             setting.ledger,
             self._program,
@@ -134,7 +134,7 @@ class PlannedStep:
         )
         executor.census = self.census
         if self._measure:
-            self._log = AllocationLog()
+            self._log = setting.ledger.device.log(ops=False)
             self._log.start()
         handler = executor.op if self._program.recorded else None
         self._stack.enter_context(
