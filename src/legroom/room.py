@@ -128,7 +128,7 @@ class Room:
         self._given = given
         self._spill_dir = spill_dir
         self._device = _open_device(device_type, spill_dir)
-        self._setting = Setting(Ledger(self._device), device_type, model, optimizer, Counter())
+        self._setting = Setting(Ledger(self._device), device_type, model, optimizer, Counter(), set())
         self._device.set_cap(budget_bytes)
         self._program: Program | None = None
         self._predicted: list[int] = []
@@ -245,6 +245,9 @@ class Room:
         if run.executor.reactive is not None or run.executor.mismatch:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
+            if run.executor.mismatch:
+                self._setting.distrusted.update(run.executor.mismatch)
+                return
             self._drifts.append(self._steps)
             if len(self._drifts) == DRIFTS and self._drifts[-1] - self._drifts[0] <= DRIFT_WINDOW_STEPS:
                 self._sheltered_until = self._steps + SHELTER_STEPS

@@ -18,7 +18,7 @@ from legroom.ir import Trace
 from legroom.runtime.census import Census
 from legroom.runtime.device import HostCopy
 from legroom.runtime.lineage import Lineage, Made, tensors_in, written_arguments
-from legroom.runtime.replay import replay
+from legroom.runtime.replay import replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, number_of, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
@@ -39,7 +39,7 @@ class Program:
             self.at[tick] = tuple(instructions)
         self.expected = [(t.kind, t.storage, trace.storages[t.storage].nbytes) for t in trace.ticks]
         # What could never be moved needs no entry. All else gets one, kept or not: if the step drifts it must go.
-        self.plain = frozenset(s.id for s in trace.storages if not s.gaps and not s.held)
+        self.plain = frozenset(s.id for s in trace.storages if not s.gaps)
         replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
@@ -72,7 +72,7 @@ class Executor:
         self.late: list[int] = []
         self.check = check  # the storage whose replay is compared with the real bytes in this step; -1: none
         self.checked: tuple[bytes, HostCopy] | None = None  # its digest and, should the replay fail, its bytes
-        self.mismatch = False
+        self.mismatch: list[str] = []  # the ops of a replay that gave other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
@@ -200,7 +200,7 @@ class Executor:
         node = entry.node
         if node is None or node.maker is None:
             return None
-        return self.lineage.frontier(node)
+        return node.sources()
 
     def _release_late(self) -> None:
         still: list[int] = []
@@ -233,7 +233,7 @@ class Executor:
             host.drop()
             entry.adopt(again)
         else:
-            self.mismatch = True
+            self.mismatch = replayed_ops(entry.node)
             self.fallbacks["a replay gave other bits and was not used"] += 1
             del again
             entry.host = host

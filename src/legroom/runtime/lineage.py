@@ -114,6 +114,28 @@ class Node:
             return self.tensor
         return None
 
+    def sources(self) -> list[Entry] | None:
+        """The entries that a replay of this value would read, or None if something it needs cannot be had."""
+        entries: dict[int, Entry] = {}
+        seen: set[int] = set()
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            entry = node.entry
+            if entry is not None and entry.node is node and node is not self:
+                entries[id(entry)] = entry
+                if entry.in_memory or entry.host is not None:
+                    continue
+            elif node.tensor is not None:
+                continue
+            if node.maker is None:
+                return None
+            stack.extend(node.maker.inputs)
+        return list(entries.values())
+
     def on_host(self) -> Entry | None:
         entry = self.entry
         return entry if entry is not None and entry.node is self and entry.host is not None else None
@@ -274,28 +296,6 @@ class Lineage:
                 key = tensor.untyped_storage()._cdata
                 if key not in known:
                     self.nodes[key] = Node(tensor, made, i)
-
-    def frontier(self, node: Node) -> list[Entry] | None:
-        """The entries that a replay of this node would read, or None if something it needs cannot be had."""
-        entries: dict[int, Entry] = {}
-        seen: set[int] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if id(current) in seen:
-                continue
-            seen.add(id(current))
-            entry = current.entry
-            if entry is not None and entry.node is current and current is not node:
-                entries[id(entry)] = entry
-                if entry.in_memory or entry.host is not None:
-                    continue
-            elif current.tensor is not None:
-                continue
-            if current.maker is None:
-                return None
-            stack.extend(current.maker.inputs)
-        return list(entries.values())
 
     def forget_forward(self) -> None:
         """Backward begins: values nobody has recorded as an input, saved or dropped are of no use any more."""

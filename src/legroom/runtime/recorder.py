@@ -78,10 +78,11 @@ class SeenTick:
 class Recorder:
     """Storages, ops and ticks of one step."""
 
-    def __init__(self, device: Device, census: Census, *, proving: bool) -> None:
+    def __init__(self, device: Device, census: Census, *, proving: bool, distrusted: frozenset[str]) -> None:
         self.device = device
         self.census = census
         self.proving = proving
+        self.distrusted = distrusted  # ops whose replay once gave other bits, whatever a proof says
         self.storages: list[SeenStorage] = []
         self.ops: list[SeenOp] = []
         self.ticks: list[SeenTick] = []
@@ -136,6 +137,8 @@ class Recorder:
             written = [t for t in written_tensors(func, args, kwargs) if not saved_elsewhere(t)]
             garbage = [n for n, version in reads if version == 0 and n in self._garbage]
         why_not = "a tensor subclass or a layout that is not strided" if odd else never_replayed(func)
+        if str(func) in self.distrusted:
+            why_not = "a replay of it gave other bits"
         if self.phase != "forward" and not why_not:
             why_not = "not in forward"
         if not why_not and any(self.number(t) in self._lasting for t in written):
@@ -182,6 +185,7 @@ class Recorder:
             first: list[bytes] = []
             if not why_not:
                 first = _digests_of(self.device, outputs)
+                _scramble(outputs)
                 del result, outputs
         if why_not:
             with mark(STANDS):
@@ -225,7 +229,7 @@ class Recorder:
         whole = [t for t in {t.untyped_storage()._cdata: t for t in written}.values() if t.untyped_storage().nbytes()]
         with mark(OWN), no_dispatch():
             rng = RandomState(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
-            flats = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in whole]
+            flats = _flats(whole)
             garbage = [(n := self.number(t)) in self._garbage and self.storages[n].version == 0 for t in whole]
             copies = {i: self.device.copy_out(flat) for i, flat in enumerate(flats) if not garbage[i]}
             for _, copy in copies.values():
@@ -368,6 +372,19 @@ class Recorder:
             if seen.gaps is None:
                 seen.gaps = []
             seen.gaps.append((entry.gap_start, end))
+
+
+def _flats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All bytes behind each tensor; once where several share a storage."""
+    once = {t.untyped_storage()._cdata: t for t in tensors if t.untyped_storage().nbytes()}
+    return [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in once.values()]
+
+
+def _scramble(tensors: list[torch.Tensor]) -> None:
+    """The next run may get the same memory: bytes that an op leaves unwritten must not look the same by chance."""
+    with no_dispatch():
+        for flat in _flats(tensors):
+            flat.bitwise_not_()
 
 
 def _digests_of(device: Device, tensors: list[torch.Tensor]) -> list[bytes]:

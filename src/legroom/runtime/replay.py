@@ -33,6 +33,11 @@ def replay(target: Node) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def replayed_ops(target: Node) -> list[str]:
+    """The names of the ops that a replay of this value would run."""
+    return [str(made.func) for made in _closure(target)[0]]
+
+
 def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
     """The ops to run, in program order, and the wanted outputs of each. Iterative: chains are as deep as models."""
     outputs: dict[int, list[Node]] = {}

@@ -180,9 +180,26 @@ class Entry:
         return self.base
 
     def forget(self, view: View) -> None:
+        """A handle is gone. With the last one the storage dies, unless a dropped entry is to be made from it."""
+        last = len(self.views) == 1
+        if last and self.pins and self.in_memory:
+            self.flat()  # the views are about to go, and with them the last reference to these bytes
         self.views.remove(view)
-        if not self.views and not self.pins:
+        if last and not self.pins:
             self.die()
+        elif last:
+            self._lapse()
+
+    def _lapse(self) -> None:
+        """The program is through with it. What is made from it can be made from its own sources: let the bytes go."""
+        if self.in_memory and self.host is None and self.node is not None and self.node.maker is not None:
+            sources = self.node.sources()
+            if sources is not None:
+                self.ledger.unpin(self)
+                self.ledger.pin(self, sources)
+                self.ledger.by_key.pop(self.key, None)
+                self.base = None
+                self.key = 0
 
     def settle(self) -> None:
         """It will not be dropped again: what it was made from may go, unless somebody counts on these very bytes."""

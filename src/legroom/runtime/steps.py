@@ -28,6 +28,7 @@ class Setting:
     model: torch.nn.Module | None
     optimizer: torch.optim.Optimizer | None
     fallbacks: Counter[str]
+    distrusted: set[str]  # names of ops whose replay gave other bits
 
     def kept(self) -> frozenset[int]:
         """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
@@ -57,7 +58,12 @@ class ShelteredStep:
         setting.ledger.generation += 1
         if profiler_is_free():
             self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
-            self.recorder = Recorder(setting.ledger.device, self.census, proving=self._proving)
+            self.recorder = Recorder(
+                setting.ledger.device,
+                self.census,
+                proving=self._proving,
+                distrusted=frozenset(setting.distrusted),
+            )
         else:
             setting.fallbacks["another profiler runs: the step was not recorded"] += 1
         self.shelter = Shelter(
