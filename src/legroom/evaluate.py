@@ -33,9 +33,12 @@ class Evaluator:
         self.trace = trace
         self.tables = tabulate(trace, hardware)
         self.gaps = len(self.tables.gaps)
-        self._scratch = kernels.scratch(self.tables)
-        self._program = kernels.empty_program(self.tables)
+        packed = kernels.pack(self.tables)
+        self._scratch = kernels.scratch(packed, self.tables)
+        self._packed = kernels.with_fixed_replays(packed, self._scratch)
+        self._program = kernels.empty_program(packed)
         self._ahead = np.zeros(self.gaps, np.int64)
+        self._possible = kernels.possible_codes(np.ones(self.gaps, np.int8), self.tables)
         self._codes = np.zeros(self.gaps, np.int8)
         self._epoch = 0
 
@@ -49,14 +52,14 @@ class Evaluator:
 
     def lowered(self, codes: Codes) -> Program:
         """The program of these codes, to run more than once."""
-        return self._lower(codes, kernels.empty_program(self.tables))
+        return self._lower(codes, kernels.empty_program(self._packed))
 
     def run(self, program: Program) -> tuple[int, int]:
         return self._run(program, NEVER)[:2]
 
     def curve(self) -> Ints:
         """The peak of each tick under what was evaluated last. A view: copy it to keep it."""
-        return self._scratch.ticks[:, kernels.WT_PEAK]
+        return self._scratch.peaks
 
     def plan(self, codes: Codes, *, planner: str, budget_bytes: int, notes: tuple[str, ...] = ()) -> Plan:
         """The plan of these codes. Raises BudgetError where it does not fit."""
@@ -73,17 +76,17 @@ class Evaluator:
         return Plan(decisions, signature(self.trace), planner, budget_bytes, peak, nanoseconds / 1e9, notes)
 
     def _lower(self, codes: Codes, program: Program) -> Program:
-        self._codes[:] = codes
+        np.multiply(codes, self._possible, out=self._codes)
         self._epoch += 1
-        kernels.lower_codes(self._codes, self._ahead, self._epoch, *self.tables, *self._scratch, *program)
+        kernels.lower_codes(self._codes, self._ahead, self._epoch, *self._packed, *self._scratch, *program)
         return program
 
     def _run(self, program: Program, limit: int) -> tuple[int, int, int]:
         if program.failure[0] != kernels.OK:
             return IMPOSSIBLE
-        t, work = self.tables, self._scratch
+        packed, work = self._packed, self._scratch
         nanoseconds, peak, excess = kernels.run_program(
-            *program[:3], limit, t.gaps, t.ticks, t.segments, t.rates, work.gaps, work.ticks
+            *program[:3], limit, packed.gaps, packed.ticks, packed.rates, work.done, work.peaks
         )
         # What is alive before the first tick is out of any plan's reach.
         head = self.trace.head_peak_bytes

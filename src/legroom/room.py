@@ -218,7 +218,7 @@ class Room:
                 hardware = probe(self._setting.device_type, self._spill_dir)
                 plan = self._given
                 if plan is None:
-                    plan = self._planner(trace, hardware, self.budget_bytes)
+                    plan = self._planner(trace, hardware, self._device.plannable(self.budget_bytes))
                 check_fits(trace, plan)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.

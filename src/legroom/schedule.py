@@ -135,11 +135,13 @@ def lower(trace: Trace, plan: Plan, hardware: Hardware) -> Schedule:
     """
     check_fits(trace, plan)
     tables = tabulate(trace, hardware)
+    packed = kernels.pack(tables)
     codes, ahead = codes_of(plan.decisions)
+    codes = kernels.possible_codes(codes, tables)
     room = len(trace.ops)
     while True:
-        program = kernels.empty_program(tables, replay_room=room)
-        used = kernels.lower_codes(codes, ahead, 1, *tables, *kernels.scratch(tables), *program)
+        program = kernels.empty_program(packed, replay_room=room)
+        used = kernels.lower_codes(codes, ahead, 1, *packed, *kernels.scratch(packed, tables), *program)
         if used <= room:
             break
         room = used  # replays run the same ops many times over; now it is known how many
@@ -152,9 +154,11 @@ def _instructions(trace: Trace, program: kernels.Program) -> Iterator[Instructio
     gaps = trace.gaps
     plain = (SwapOut, Release, Drop, Prefetch, Await)  # as numbered in kernels
     for tick in range(len(trace.ticks)):
-        for kind, gap in program.instructions[program.offsets[tick] : program.offsets[tick + 1]].tolist():
+        for instruction in program.instructions[program.offsets[tick] : program.offsets[tick + 1]].tolist():
+            kind, gap = instruction & kernels.KIND_MASK, instruction >> kernels.KIND_BITS
             if kind == kernels.REPLAY:
-                first, count = program.replays[gap, [kernels.P_FIRST, kernels.P_COUNT]]
+                row = gap * kernels.ROW
+                first, count = program.replays[row + kernels.REPLAY_OP], program.replays[row + kernels.REPLAY_OPS]
                 yield Replay(tick, gaps[gap].storage, tuple(program.replay_ops[first : first + count].tolist()))
             else:
                 yield plain[kind](tick, gaps[gap].storage)

@@ -38,6 +38,7 @@ class Device(Protocol):
     granularity_bytes: int
     smallest_swap_bytes: int
 
+    def plannable(self, budget_bytes: int) -> int: ...
     def rounded(self, nbytes: int) -> int: ...
     def alive_bytes(self) -> int | None: ...
     def log(self, *, ops: bool) -> Log: ...
@@ -94,6 +95,10 @@ class CpuDevice:
 
     def __init__(self, spill_dir: str | None = None) -> None:
         self.spill = SpillFile(spill_dir)
+
+    def plannable(self, budget_bytes: int) -> int:
+        """What of a budget a plan may fill; on the CPU all of it."""
+        return budget_bytes
 
     def rounded(self, nbytes: int) -> int:
         """What an allocation of so many bytes counts for."""

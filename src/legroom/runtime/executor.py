@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from legroom.runtime.census import Census
 from legroom.runtime.device import HostCopy
 from legroom.runtime.lineage import Lineage, Made, tensors_in, written_arguments
 from legroom.runtime.replay import replay, replayed_ops
-from legroom.runtime.residency import Entry, Handle, Kept, Ledger, number_of, saved_elsewhere
+from legroom.runtime.residency import Entry, Handle, Kept, Ledger, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
@@ -37,9 +38,12 @@ class Program:
             grouped.setdefault(instruction.tick, []).append(instruction)
         for tick, instructions in grouped.items():
             self.at[tick] = tuple(instructions)
-        self.expected = [(t.kind, t.storage, trace.storages[t.storage].nbytes) for t in trace.ticks]
-        # What could never be moved needs no entry. All else gets one, kept or not: if the step drifts it must go.
-        self.plain = frozenset(s.id for s in trace.storages if not s.gaps)
+        # (kind, storage, bytes, whether it needs no entry). What could never be moved needs none. All else gets one,
+        # kept by the plan or not: if the step drifts it must be able to go.
+        self.expected = [
+            (t.kind, t.storage, trace.storages[t.storage].nbytes, not trace.storages[t.storage].gaps)
+            for t in trace.ticks
+        ]
         replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
@@ -65,6 +69,8 @@ class Executor:
         self.program = program
         self.device_type = device_type
         self.kept = kept
+        self.generation = ledger.generation
+        self.rounded = ledger.device.rounded
         self.lineage = Lineage(ledger)
         self.tick = 0
         self.ops = 0
@@ -82,46 +88,68 @@ class Executor:
 
     # hooks
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
-            tick = self._begin_tick()
-            if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
-                return Kept(tensor, -1, self.ledger.generation)
-            storage = tensor.untyped_storage()
-            if self.reactive is None:
-                kind, number, nbytes = self.program.expected[tick]
-                if kind == "pack" and nbytes == self.ledger.device.rounded(storage.nbytes()):
-                    if number in self.program.plain:
-                        return Kept(tensor, number, self.ledger.generation)
-                    entry = self.ledger.entry_of(tensor, number)
-                    if entry.number == number or entry.generation != self.ledger.generation:
-                        self.entries[number] = entry
-                        self.lineage.saved(entry)
-                        return self.ledger.handle(entry, tensor)
-                self._drift("a tensor of another size was saved")
-            assert self.reactive is not None
-            return self.reactive.pack_at(tick, tensor)
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
+        """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
+        if not self.measured and not self.program.recorded:
+            return self._pack, self._unpack
+        return self._guarded_pack, self._guarded_unpack
 
-    def unpack(self, packed: Handle | Kept) -> torch.Tensor:
+    def _guarded_pack(self, tensor: torch.Tensor) -> Handle | Kept:
         with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
-            entry = packed.entry if isinstance(packed, Handle) else None
-            tick = self._begin_tick(entry)
+            return self._pack(tensor)
+
+    def _guarded_unpack(self, packed: Handle | Kept) -> torch.Tensor:
+        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
+            return self._unpack(packed)
+
+    def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        tick = self._begin_tick(None)
+        if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
+            return Kept(tensor, -1, self.generation)
+        if self.reactive is None:
+            kind, number, nbytes, plain = self.program.expected[tick]
+            storage = tensor.untyped_storage()
+            if kind == "pack" and nbytes == self.rounded(storage.nbytes()):
+                if plain:
+                    return Kept(tensor, number, self.generation)
+                entry = self.ledger.entry_of(storage, number)
+                if entry.generation != self.generation:
+                    entry.number, entry.generation = number, self.generation
+                if entry.number == number:
+                    self.entries[number] = entry
+                    if self.program.recorded:
+                        self.lineage.saved(entry)
+                    return self.ledger.handle(entry, tensor)
+            self._drift("a tensor of another size was saved")
+        assert self.reactive is not None
+        return self.reactive.pack_at(tick, tensor)
+
+    def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
+        if type(packed) is Kept:
+            tick = self._begin_tick(None)
             if self.reactive is None:
-                kind, number, _ = self.program.expected[tick]
-                mine = number_of(packed, self.ledger.generation)
-                if kind != "unpack" or (mine != number and mine != -1):
-                    self._drift("backward went another way")
-            packed.view.check()
-            if entry is None:
-                assert packed.view.tensor is not None
-                return packed.view.tensor
-            if not entry.in_memory:
-                self._bring_back(entry)
+                self._expect_unpack(tick, packed)
+            return packed.unpack()
+        assert isinstance(packed, Handle)
+        entry = packed.entry
+        tick = self._begin_tick(entry)
+        if self.reactive is None:
+            self._expect_unpack(tick, entry)
+        view = packed.view
+        view.check()
+        if entry.key == 0:
+            self._bring_back(entry)
+        if entry.loading is not None:
             entry.finish_loading()
-            if packed.view.tensor is not None:
-                return packed.view.tensor
-            assert entry.base is not None
-            return packed.view.over(entry.base)
+        if view.tensor is not None:
+            return view.tensor
+        assert entry.base is not None
+        return view.over(entry.base)
+
+    def _expect_unpack(self, tick: int, owner: Entry | Kept) -> None:
+        kind, number, _, _ = self.program.expected[tick]
+        if kind != "unpack" or (owner.number not in (number, -1) and owner.generation == self.generation):
+            self._drift("backward went another way")
 
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
@@ -134,7 +162,7 @@ class Executor:
 
     # instructions
 
-    def _begin_tick(self, asked_for: Entry | None = None) -> int:
+    def _begin_tick(self, asked_for: Entry | None) -> int:
         tick = self.tick
         self.tick = tick + 1
         if self.reactive is None and tick >= self._last:

@@ -51,16 +51,11 @@ class View:
 
     def check(self) -> None:
         """Plain PyTorch's check, which saved-tensor hooks switch off."""
-        now = self.tensor._version if self.tensor is not None else self.moved_to
-        if now is not None and now != self.version:
-            shape = list(self.tensor.shape) if self.tensor is not None else list(self.size)
-            kind = self.tensor.type() if self.tensor is not None else f"torch.{self.dtype}"
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{kind} {shape}] is at version {now}; expected version {self.version} instead. Hint: enable anomaly "
-                "detection to find the operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+        if self.tensor is not None:
+            if self.tensor._version != self.version:
+                raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
+        elif self.moved_to is not None:
+            raise modified_in_place(str(self.dtype), list(self.size), self.moved_to, self.version)
 
     def let_go(self) -> None:
         """Remember the layout and release the tensor."""
@@ -246,19 +241,34 @@ class Handle:
 
 
 class Kept:
-    """A saved tensor that stays: too small, not ours to move, or kept by the plan."""
+    """A saved tensor that stays: too small, not ours to move, or never free to go."""
 
-    __slots__ = ("generation", "number", "view")
+    __slots__ = ("generation", "number", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, number: int, generation: int) -> None:
-        self.view = View(tensor)
+        self.tensor = tensor.detach()
+        self.version = tensor._version
         self.number = number
         self.generation = generation
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
+        return self.tensor
+
+
+def modified_in_place(kind: str, shape: list[int], now: int, expected: int) -> RuntimeError:
+    """Plain PyTorch's error, which saved-tensor hooks switch off."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {shape}] is at version {now}; expected version {expected} instead. Hint: enable anomaly detection to "
+        "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def number_of(packed: Handle | Kept, generation: int) -> int:
     """The number its step gave to the storage behind a saved tensor; -1 where that was another step."""
-    owner = packed.entry if isinstance(packed, Handle) else packed
+    owner: Entry | Kept = packed.entry if isinstance(packed, Handle) else packed
     return owner.number if owner.generation == generation else -1
 
 
@@ -273,8 +283,7 @@ class Ledger:
         self.pinned: dict[int, list[Entry]] = {}
         self.on_death: Callable[[Entry, bool], None] | None = None
 
-    def entry_of(self, tensor: torch.Tensor, number: int) -> Entry:
-        storage = tensor.untyped_storage()
+    def entry_of(self, storage: torch.UntypedStorage, number: int) -> Entry:
         key = storage._cdata
         entry = self.by_key.get(key)
         if entry is None:

@@ -62,7 +62,7 @@ class Shelter:
             self.recorder.tick("pack", number)
         if storage._cdata in self.kept or storage.nbytes() < self.ledger.device.smallest_swap_bytes:
             return Kept(tensor, number, self.ledger.generation)
-        return self.ledger.handle(self.ledger.entry_of(tensor, number), tensor)
+        return self.ledger.handle(self.ledger.entry_of(storage, number), tensor)
 
     def unpack(self, packed: Handle | Kept) -> torch.Tensor:
         with no_dispatch(), self._marked(TICK):
@@ -74,11 +74,10 @@ class Shelter:
                     self.recorder.tick("unpack", number)
                 else:
                     self.recorder.odd_tick("unpack")
+            if isinstance(packed, Kept):
+                return packed.unpack()
             packed.view.check()
-            if entry is None:
-                assert packed.view.tensor is not None
-                return packed.view.tensor
-            return self._bring_back(entry, packed, tick)
+            return self._bring_back(packed.entry, packed, tick)
 
     def _bring_back(self, entry: Entry, packed: Any, tick: int) -> torch.Tensor:
         if not entry.in_memory:

@@ -144,9 +144,7 @@ class PlannedStep:
             self._log.start()
         handler = executor.op if self._program.recorded else None
         self._stack.enter_context(
-            Interception(
-                executor.pack, executor.unpack, handler=handler, entered=executor.backward_begins, left=_nothing
-            )
+            Interception(*executor.hooks(), handler=handler, entered=executor.backward_begins, left=_nothing)
         )
 
     def end(self, *, failed: bool) -> None:
