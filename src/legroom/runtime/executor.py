@@ -60,7 +60,7 @@ class Executor:
         program: Program,
         device_type: str,
         *,
-        kept: frozenset[int],
+        kept: Callable[[], frozenset[int]],
         check: int,
         measured: bool,
         fallbacks: Counter[str],
@@ -68,7 +68,7 @@ class Executor:
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
-        self.kept = kept
+        self.kept = kept  # asked for only when the step drifts: walking a model takes milliseconds
         self.generation = ledger.generation
         self.rounded = ledger.device.rounded
         self.lineage = Lineage(ledger)
@@ -305,7 +305,7 @@ class Executor:
 
     def _drift(self, why: str) -> None:
         self.fallbacks[f"drift: {why}"] += 1
-        self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept)
+        self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
 
 
 _writing: dict[Any, bool] = {}

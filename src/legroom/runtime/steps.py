@@ -133,7 +133,7 @@ class PlannedStep:
             setting.ledger,
             self._program,
             setting.device_type,
-            kept=setting.kept(),
+            kept=setting.kept,
             check=self._check,
             measured=self._measure,
             fallbacks=setting.fallbacks,
