@@ -76,6 +76,8 @@ class _Reader:
         if name in (OP, PROOF):
             self.begin_op(event, self.seen)
             self.seen += 1
+            if self.own_depth:
+                self.curve.segments[-1].ops += 1  # a write found out at a tick lies before it
             return "op"
         if name.startswith(GONE):
             self.kept -= int(name[len(GONE) :])

@@ -18,7 +18,7 @@ from legroom.curve import Curve
 from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, StepError, TraceError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
-from legroom.ir import Trace
+from legroom.ir import Op, Trace, Value
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
 from legroom.plan import from_json as plan_from_json
@@ -142,6 +142,7 @@ class Room:
         self._drifts: deque[int] = deque(maxlen=DRIFTS)
         self._sheltered_until = 0
         self._peak = self._planned_peak = 0
+        self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
         self._closed = False
 
@@ -170,9 +171,17 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         if self._program is None:
+            self._base_bytes = self._setting.alive_bytes()
             unsteady = self._steps + 1 < self._sheltered_until
             proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1 and not unsteady
             return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
+        self._base_bytes = self._setting.alive_bytes()
+        more = self._base_bytes - self._planned_base_bytes
+        if more > 0 and self._predicted_peak + more > self.budget_bytes:
+            self._setting.fallbacks["more was alive at the start than the plan has room for: planned again"] += 1
+            self._program = None
+            self._sheltered_since_drift = SHELTERED_STEPS - 1
+            return self._begin()
         replayed = self._program.replayed_storages
         check = replayed[self._planned % len(replayed)] if replayed else -1
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
@@ -212,6 +221,7 @@ class Room:
 
     def _plan_for(self, trace: Trace) -> None:
         self.trace = trace
+        self._planned_base_bytes = self._base_bytes
         self._floor = floor_bytes(trace)
         try:
             with patience("measuring the machine and planning the step"):
@@ -257,6 +267,8 @@ class Room:
         self._seconds.append(seconds)
         if run.curve is None or self.trace is None:
             return
+        if self._base_bytes < self._planned_base_bytes:
+            return  # less was alive at the start: nothing to learn about the step that the plan is for
         self._planned_peak = run.curve.measured_peak_bytes
         measured = [segment.measured_peak_bytes for segment in run.curve.segments]
         predicted = [self.trace.head_peak_bytes, *self._predicted]
@@ -448,11 +460,28 @@ def _held(trace: Trace) -> tuple[Held, ...]:
 
 
 def _unreplayable(trace: Trace) -> tuple[tuple[str, int], ...]:
+    """Why saved storages cannot be recomputed even if all others are in memory, and how many bytes that concerns."""
     reasons = Counter[str]()
     makers = {value: op for op in trace.ops for value in op.writes}
     for storage in trace.storages:
         if storage.gaps:
-            maker = makers.get((storage.id, storage.gap_version))
-            if maker is None or maker.why_not:
-                reasons[maker.why_not if maker is not None else "made outside forward"] += storage.nbytes
+            reason = _why_not(trace, (storage.id, storage.gap_version), makers)
+            if reason:
+                reasons[reason] += storage.nbytes
     return tuple(reasons.most_common())
+
+
+def _why_not(trace: Trace, target: Value, makers: dict[Value, Op]) -> str:
+    seen = {target}
+    stack = [target]
+    while stack:
+        value = stack.pop()
+        maker = makers.get(value)
+        if maker is None or maker.why_not:
+            return maker.why_not if maker is not None else "made outside forward"
+        for source in maker.reads:
+            storage = trace.storages[source[0]]
+            if source not in seen and not storage.persistent and not storage.gaps:
+                seen.add(source)
+                stack.append(source)
+    return ""

@@ -28,6 +28,15 @@ HIDDEN_WRITES: dict[str, tuple[int, ...]] = {
     "aten.miopen_batch_norm.default": (3, 4),
     "aten._batch_norm_impl_index.default": (3, 4),
 }
+_TRAINING = 5  # where all of them take whether they train
+
+
+def hidden_writes(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The running statistics that a call moves without saying so; none where it only evaluates."""
+    places = HIDDEN_WRITES.get(str(func), ())
+    if not places or len(args) <= _TRAINING or not args[_TRAINING]:
+        return []
+    return [args[i] for i in places if isinstance(args[i], torch.Tensor)]
 
 
 # Ops that take only the shape of their argument: replayed as `empty_strided`, so that they need no bytes.
@@ -152,6 +161,15 @@ class Argument:
         self.layout.let_go()
 
 
+class Blank:
+    """A tensor argument whose bytes do not matter: batch norm's statistics in training."""
+
+    __slots__ = ("device", "dtype", "size")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
+
+
 def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list[Node]) -> Any:
     """An argument with its tensors replaced. Not a closure: one that calls itself is a cycle and keeps what it saw."""
     if isinstance(value, torch.Tensor):
@@ -181,7 +199,11 @@ class Made:
         self.inputs: list[Node] = []
         if func.__name__.split(".")[0] in SHAPE_ONLY:
             args, kwargs = (), {}  # become_empty_like() will fill them in
-        self.args = [_reference(value, node_of, self.inputs) for value in args]
+        statistics = hidden_writes(func, args)
+        self.args = [
+            Blank(value) if any(value is s for s in statistics) else _reference(value, node_of, self.inputs)
+            for value in args
+        ]
         self.kwargs = {name: _reference(value, node_of, self.inputs) for name, value in kwargs.items()}
         self.grad = torch.is_grad_enabled()
         self.threads = torch.get_num_threads()

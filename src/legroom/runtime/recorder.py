@@ -23,9 +23,9 @@ from legroom.ir import Phase, Value
 from legroom.runtime.census import Census
 from legroom.runtime.device import Device
 from legroom.runtime.lineage import (
-    HIDDEN_WRITES,
     SHAPE_ONLY,
     RandomState,
+    hidden_writes,
     is_uninitialised,
     never_replayed,
     tensors_in,
@@ -37,6 +37,7 @@ _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 
 
 CHANGED = "its result was changed by something PyTorch cannot see"
+SOURCE_CHANGED = "it reads a tensor that was changed by something PyTorch cannot see"
 
 
 @dataclass(slots=True)
@@ -134,6 +135,9 @@ class Recorder:
             reads = list(dict.fromkeys((n, self.storages[n].version) for n in map(self.number, plain)))
             if func.__name__.split(".")[0] in SHAPE_ONLY:
                 reads = []
+            statistics = hidden_writes(func, args)
+            moved = {self.number(t) for t in statistics}
+            reads = [value for value in reads if value[0] not in moved]
             written = [t for t in written_tensors(func, args, kwargs) if not saved_elsewhere(t)]
             garbage = [n for n, version in reads if version == 0 and n in self._garbage]
         why_not = "a tensor subclass or a layout that is not strided" if odd else never_replayed(func)
@@ -157,6 +161,9 @@ class Recorder:
         with no_dispatch():
             self._note(func, result, plain, written, reads, why_not)
             self._note_garbage(func, garbage, why_not)
+            for tensor in statistics:
+                self._unseen_write(self.number(tensor))
+                self._learn(self.number(tensor), tensor)
         return result
 
     def _note_garbage(self, func: Any, garbage: list[int], why_not: str) -> None:
@@ -181,7 +188,7 @@ class Recorder:
         with mark(PROOF):
             result = func(*args, **kwargs)
             outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
-            why_not = self._why_not_twice(func, outputs, keys, before, inputs)
+            why_not = self._why_not_twice(args, func, outputs, keys, before, inputs)
             first: list[bytes] = []
             if not why_not:
                 first = _digests_of(self.device, outputs)
@@ -191,11 +198,9 @@ class Recorder:
             with mark(STANDS):
                 pass
             return result, why_not if why_not != "view" else ""
-        again = list(args)
         with mark(OWN), no_dispatch():
-            for i in HIDDEN_WRITES.get(str(func), ()):
-                if i < len(again) and again[i] is not None:
-                    again[i] = again[i].clone()
+            # Other statistics than the first run had: they may not enter the result.
+            again = [torch.zeros_like(a) if any(a is s for s in hidden_writes(func, args)) else a for a in args]
             if rng is not None:
                 rng.restore()
         with mark(OP):
@@ -207,7 +212,13 @@ class Recorder:
         return result, "" if same else "two runs gave different bits"
 
     def _why_not_twice(
-        self, func: Any, outputs: list[torch.Tensor], keys: set[int], before: list[bytes], inputs: list[torch.Tensor]
+        self,
+        args: tuple[Any, ...],
+        func: Any,
+        outputs: list[torch.Tensor],
+        keys: set[int],
+        before: list[bytes],
+        inputs: list[torch.Tensor],
     ) -> str:
         if any(saved_elsewhere(t) for t in outputs):
             return "makes a tensor that is not strided"
@@ -218,7 +229,7 @@ class Recorder:
             return "returns views beside new tensors"
         if not outputs:
             return "makes no tensor"
-        if str(func) not in HIDDEN_WRITES and before != self._digests(inputs):
+        if not hidden_writes(func, args) and before != self._digests(inputs):
             return "writes its inputs without saying so"
         return ""
 
@@ -300,8 +311,10 @@ class Recorder:
         return _digests_of(self.device, list({t.untyped_storage()._cdata: t for t in tensors}.values()))
 
     def _learn(self, number: int, tensor: torch.Tensor) -> None:
-        if self.proving and self.phase == "forward":
-            self.storages[number].digest = self.device.digest(tensor.untyped_storage())
+        if self.proving:
+            # Optimizers write much and are not replayed: what they leave is learned when it is read again.
+            forward = self.phase == "forward"
+            self.storages[number].digest = self.device.digest(tensor.untyped_storage()) if forward else None
 
     def _check_unchanged(self, tensors: list[torch.Tensor]) -> None:
         if self.proving and self.phase == "forward":
@@ -318,38 +331,33 @@ class Recorder:
             maker = self.makers.get((number, seen.version))
             if maker is not None:
                 self.ops[maker].why_not = CHANGED
-            with mark(OP):
-                pass
-            before = (number, seen.version)
-            seen.version += 1
-            self.ops.append(
-                SeenOp(
-                    "legroom.unseen_write",
-                    self.phase,
-                    "",
-                    [before],
-                    [(number, seen.version)],
-                    0,
-                    CHANGED,
-                    self.module(),
-                    "",
-                )
-            )
+            self._unseen_write(number)
         seen.digest = now
 
-    def compare_sources(self, number: int) -> None:
-        """A saved value is about to be used: were the lasting tensors it was made from left alone?"""
-        maker = self.makers.get((number, self.storages[number].gap_version))
-        if maker is None or not self.proving:
+    def _unseen_write(self, number: int) -> None:
+        """A version that no op of the program made, so that none can make it again."""
+        with mark(OP):
+            pass
+        seen = self.storages[number]
+        before, after = (number, seen.version), (number, seen.version + 1)
+        seen.version += 1
+        self.ops.append(
+            SeenOp("legroom.unseen_write", self.phase, "", [before], [after], 0, CHANGED, self.module(), "")
+        )
+
+    def compare_lasting(self) -> None:
+        """Backward is over: were the lasting tensors that ops read left alone? If not, those ops cannot be replayed."""
+        if not self.proving:
             return
-        op = self.ops[maker]
-        for source, version in op.reads:
-            seen = self.storages[source]
-            if source not in self._lasting or seen.version != version or seen.digest is None:
-                continue
-            storage = torch.UntypedStorage._new_with_weak_ptr(seen.ref.cdata)
+        changed: set[int] = set()
+        for number in self._lasting:
+            seen = self.storages[number]
+            storage = torch.UntypedStorage._new_with_weak_ptr(seen.ref.cdata) if seen.digest is not None else None
             if storage is not None and seen.digest != self.device.digest(storage):
-                op.why_not = "it reads a tensor that was changed by something PyTorch cannot see"
+                changed.add(number)
+        for op in self.ops if changed else ():
+            if not op.why_not and any(number in changed for number, _ in op.reads):
+                op.why_not = SOURCE_CHANGED
 
     # ticks
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from legroom.errors import StepError
-from legroom.runtime.lineage import HIDDEN_WRITES, Argument, Made, Node, RandomState, copy_of_bytes
+from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, copy_of_bytes
 
 
 def replay(target: Node) -> torch.Tensor:
@@ -83,9 +83,6 @@ def _run(
 
     args = [_value(argument, replaced, at_hand) for argument in made.args]
     kwargs = {name: _value(argument, replaced, at_hand) for name, argument in made.kwargs.items()}
-    for i in HIDDEN_WRITES.get(str(made.func), ()):
-        if i < len(args) and args[i] is not None:
-            args[i] = args[i].clone()
     written = [args[i] for i in made.written if i < len(args)]
     result = run_as_recorded(made, args, kwargs)
     del args, kwargs
@@ -105,6 +102,8 @@ def _value(argument: Any, replaced: dict[int, torch.Tensor], at_hand: dict[int, 
         held = node.bytes_at_hand()
         assert held is not None
         return argument.layout.over(held)
+    if isinstance(argument, Blank):
+        return torch.zeros(argument.size, dtype=argument.dtype, device=argument.device)
     if isinstance(argument, list):
         return [_value(item, replaced, at_hand) for item in argument]
     return argument

@@ -86,7 +86,6 @@ class Shelter:
                 assert entry.base is not None and self.recorder is not None
                 self.recorder.moved(entry.number, entry.base)
                 self.recorder.gap(entry, tick)
-                self.recorder.compare_sources(entry.number)
         elif self._recording(entry) and not entry.exclusive():
             assert self.recorder is not None
             self.recorder.storages[entry.number].held = True

@@ -39,6 +39,17 @@ class Setting:
             tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
         return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
+    def alive_bytes(self) -> int:
+        """What is alive between steps, as far as it can be told in microseconds: all of it, or the gradients."""
+        alive = self.ledger.device.alive_bytes()
+        if alive is not None:
+            return alive
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        parameters = [p for group in groups for p in group["params"]] or (
+            list(self.model.parameters()) if self.model is not None else []
+        )
+        return sum(p.grad.nbytes for p in parameters if p.grad is not None)
+
 
 class ShelteredStep:
     """A step under the reactive policy, recorded where the profiler is free."""
@@ -82,6 +93,7 @@ class ShelteredStep:
     def _optimizer_begins(self) -> None:
         """The last moment at which nothing is changed yet: what has the step needed so far?"""
         assert self.recorder is not None
+        self.recorder.compare_lasting()
         self.recorder.phase = "optimizer"
         if self._log is not None and not self._proving:
             # The optimizer holds a profiler range open here. The profiler may be stopped inside one, but not started
@@ -102,6 +114,8 @@ class ShelteredStep:
             if self.census is not None and not failed:
                 self.census.note_deaths()
             self._stack.close()
+            if self.recorder is not None and not failed:
+                self.recorder.compare_lasting()
         finally:
             if self._log is not None:
                 if failed:
