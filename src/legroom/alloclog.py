@@ -24,6 +24,7 @@ OWN = "legroom::own"
 PROOF = "legroom::proof"
 OP = "legroom::op"
 STANDS = "legroom::stands"  # behind a PROOF that was not repeated: it was the op itself
+OPTIMIZER = "legroom::optimizer"  # an optimizer is about to step
 GONE = "legroom::gone "  # followed by bytes: a storage died in the program while it was not in memory
 FREED = "legroom::freed "  # followed by bytes: something from before the log began was seen to be gone
 
@@ -207,6 +208,9 @@ def _kernel_seconds(results: Any) -> dict[int, float]:
 def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[Event]:
     """Pre-order walk: children lie inside their parents in time, so this is program order."""
     stack: list[Any] = [(node, False, False) for node in reversed(roots)]
+    # The CPU allocator remembers blocks from earlier logs and reports their frees in this one, those from before any
+    # log not at all. Both are left to the census, which knows what was there at the start.
+    known: set[int] = set()
     while stack:
         item = stack.pop()
         if isinstance(item, Leave):
@@ -216,8 +220,15 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
         kind = node.tag.name
         if kind == "Allocation":
             fields = node.typed[1]
-            if str(fields.device) == "cpu":
-                yield Allocation(fields.alloc_size)
+            if str(fields.device) != "cpu":
+                continue
+            if fields.alloc_size > 0:
+                known.add(fields.ptr)
+            elif fields.ptr not in known:
+                continue
+            else:
+                known.remove(fields.ptr)
+            yield Allocation(fields.alloc_size)
             continue
         name = node.name
         ours = name.startswith("legroom::")

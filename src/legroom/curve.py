@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from legroom.alloclog import FREED, GONE, OP, OWN, PROOF, STANDS, TICK, Allocation, Enter, Event, Leave
+from legroom.alloclog import FREED, GONE, OP, OPTIMIZER, OWN, PROOF, STANDS, TICK, Allocation, Enter, Event, Leave
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class Curve:
     segments: list[Segment] = field(default_factory=list)  # [0] is the head, [t + 1] follows tick t
     ops: list[RunOp] = field(default_factory=list)
     measured_peak_bytes: int = 0
+    before_optimizer_bytes: int = 0  # measured, the most before an optimizer first stepped; 0 if none did
 
 
 class _Reader:
@@ -73,6 +74,9 @@ class _Reader:
         if name in (TICK, OWN) or trial:
             self.own_depth += 1
             return "tick" if name == TICK else "own"
+        if name == OPTIMIZER:
+            self.curve.before_optimizer_bytes = self.curve.before_optimizer_bytes or self.curve.measured_peak_bytes
+            return ""
         if name in (OP, PROOF):
             self.begin_op(event, self.seen)
             self.seen += 1

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from legroom.capture import assemble, correct
-from legroom.curve import Curve
-from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, StepError, TraceError
+from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace, Value
@@ -25,12 +25,12 @@ from legroom.plan import from_json as plan_from_json
 from legroom.planners import Planner, named
 from legroom.probe import probe
 from legroom.report import Breakdown, Held, Report
-from legroom.runtime.census import Census, state_bytes
+from legroom.runtime.census import state_bytes
 from legroom.runtime.device import CpuDevice, Device
 from legroom.runtime.executor import Program
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
-from legroom.schedule import Schedule, lower, memory_curve
+from legroom.schedule import Schedule, check_schedule, lower, memory_curve
 from legroom.simulate import simulate
 from legroom.timeline import Timeline
 from legroom.units import format_bytes, parse_bytes
@@ -170,11 +170,17 @@ class Room:
     def _begin(self) -> ShelteredStep | PlannedStep:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
+        foreign = bool(_get_current_dispatch_mode_stack())
+        if foreign and self._program is not None and self._program.recorded:
+            # What that mode does to an op is out of sight here, and a replay would not do it.
+            self._setting.fallbacks["another dispatch mode is on: planned again without recomputation"] += 1
+            self._program = None
+            self._sheltered_since_drift = SHELTERED_STEPS - 1
         if self._program is None:
             self._base_bytes = self._setting.alive_bytes()
             unsteady = self._steps + 1 < self._sheltered_until
             proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1 and not unsteady
-            return ShelteredStep(self._setting, proving=proving, before_optimizer=self._before_optimizer)
+            return ShelteredStep(self._setting, proving=proving, trusting=not foreign)
         self._base_bytes = self._setting.alive_bytes()
         more = self._base_bytes - self._planned_base_bytes
         if more > 0 and self._predicted_peak + more > self.budget_bytes:
@@ -187,10 +193,6 @@ class Room:
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
-
-    def _before_optimizer(self, curve: Curve, census: Census) -> None:
-        if curve.measured_peak_bytes > self.budget_bytes:
-            raise _over_budget(self.budget_bytes, curve, census)
 
     def _ended(self, run: ShelteredStep | PlannedStep, seconds: float) -> None:
         self._steps += 1
@@ -208,8 +210,11 @@ class Room:
     def _learn(self, run: ShelteredStep) -> None:
         if run.curve is None or run.recorder is None or run.census is None:
             return
-        if run.curve.measured_peak_bytes > self.budget_bytes:
-            raise _over_budget(self.budget_bytes, run.curve, run.census)
+        if run.needed_bytes() > self.budget_bytes:
+            error = _over_budget(self.budget_bytes, run)
+            run.undo.restore()
+            raise error
+        run.undo.forget()
         if self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until:
             return
         try:
@@ -229,6 +234,8 @@ class Room:
                 plan = self._given
                 if plan is None:
                     plan = self._planner(trace, hardware, self._device.plannable(self.budget_bytes))
+                if not isinstance(plan, Plan):
+                    raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
                 check_fits(trace, plan)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
@@ -239,6 +246,15 @@ class Room:
 
     def _adopt(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
         schedule = lower(trace, plan, hardware)
+        peak = check_schedule(trace, schedule)
+        if peak > self.budget_bytes:
+            raise BudgetError(
+                f"the plan of {plan.planner!r} needs {format_bytes(peak)}, the budget is "
+                f"{format_bytes(self.budget_bytes)}; the smallest budget that works is {format_bytes(self._floor)}. "
+                "Plan for this budget, or raise it",
+                budget_bytes=self.budget_bytes,
+                floor_bytes=self._floor,
+            )
         self.plan = plan
         self._program = Program(trace, schedule)
         self._predict(trace, schedule)
@@ -407,7 +423,7 @@ def _device_type(
         )
     chosen = named or (found.pop() if found else "cpu")
     if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
-        raise DeviceError(f"legroom works on 'cpu' and on 'cuda' where there is one; the model lies on {chosen!r}")
+        raise DeviceError(f"legroom works on 'cpu' and on 'cuda' where there is one, not on {chosen!r}")
     return chosen
 
 
@@ -435,11 +451,12 @@ def _check_budget(
         )
 
 
-def _over_budget(budget_bytes: int, curve: Curve, census: Census) -> BudgetError:
+def _over_budget(budget_bytes: int, run: ShelteredStep) -> BudgetError:
+    assert run.census is not None
+    census, peak = run.census, run.needed_bytes()
     kinds = Counter[str]()
     for key, kind in census.kinds.items():
         kinds[kind] += census.nbytes[key]
-    peak = curve.measured_peak_bytes
     kinds["activations in use, gradients and workspace"] = max(0, peak - sum(kinds.values()))
     parts = tuple((name, nbytes) for name, nbytes in kinds.most_common() if nbytes)
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from legroom.errors import PlanError
+from legroom.errors import PlanError, quote
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
@@ -26,6 +26,8 @@ class Planner(Protocol):
 def named(planner: str | Planner) -> Planner:
     """The planner of that name; a planner itself is returned as it is."""
     if not isinstance(planner, str):
+        if not callable(planner):
+            raise PlanError(f"a planner is a name or a callable, got {quote(planner)}")
         return planner
     if planner not in PLANNERS:
         raise PlanError(f"unknown planner {planner!r}; there are {', '.join(sorted(PLANNERS))}")

@@ -137,14 +137,15 @@ class Executor:
             self._expect_unpack(tick, entry)
         view = packed.view
         view.check()
-        if entry.key == 0:
-            self._bring_back(entry)
         if entry.loading is not None:
             entry.finish_loading()
         if view.tensor is not None:
             return view.tensor
-        assert entry.base is not None
-        return view.over(entry.base)
+        with no_dispatch():  # a mode of the user's is not to see this
+            if entry.key == 0:
+                self._bring_back(entry)
+            assert entry.base is not None
+            return view.over(entry.base)
 
     def _expect_unpack(self, tick: int, owner: Entry | Kept) -> None:
         kind, number, _, _ = self.program.expected[tick]
@@ -168,16 +169,19 @@ class Executor:
         if self.reactive is None and tick >= self._last:
             self._drift("the step went on for longer")
         if self.reactive is not None:
-            self.reactive.evict_idle(tick, asked_for)
+            with no_dispatch():
+                self.reactive.evict_idle(tick, asked_for)
             return tick
         if self.census is not None:
             self.census.note_deaths()
         if self.late:
             self._release_late()
-        for instruction in self.program.at[tick]:
-            entry = self.entries.get(instruction.storage)
-            if entry is not None and entry.views:
-                self._do(instruction, entry)
+        if self.program.at[tick]:
+            with no_dispatch():
+                for instruction in self.program.at[tick]:
+                    entry = self.entries.get(instruction.storage)
+                    if entry is not None and entry.views:
+                        self._do(instruction, entry)
         return tick
 
     def _do(self, instruction: Instruction, entry: Entry) -> None:

@@ -32,6 +32,7 @@ from legroom.runtime.lineage import (
     written_tensors,
 )
 from legroom.runtime.residency import Entry, saved_elsewhere
+from legroom.runtime.undo import Undo
 
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
@@ -79,10 +80,13 @@ class SeenTick:
 class Recorder:
     """Storages, ops and ticks of one step."""
 
-    def __init__(self, device: Device, census: Census, *, proving: bool, distrusted: frozenset[str]) -> None:
+    def __init__(
+        self, device: Device, census: Census, *, proving: bool, distrusted: frozenset[str], undo: Undo
+    ) -> None:
         self.device = device
         self.census = census
         self.proving = proving
+        self.undo = undo
         self.distrusted = distrusted  # ops whose replay once gave other bits, whatever a proof says
         self.storages: list[SeenStorage] = []
         self.ops: list[SeenOp] = []
@@ -147,6 +151,9 @@ class Recorder:
             why_not = "not in forward"
         if not why_not and any(self.number(t) in self._lasting for t in written):
             why_not = "writes a tensor that lives across steps"
+        if self.phase == "optimizer" and written:
+            with mark(OWN), no_dispatch():
+                self.undo.before_write([t for t in written if self.number(t) in self._lasting])
         if why_not or not self.proving:
             with mark(OP):
                 result = func(*args, **kwargs)

@@ -140,6 +140,8 @@ class Entry:
             try:
                 saving.wait()
             except BaseException:
+                if self.host is not None:
+                    self.host.drop()
                 self.host = None  # the bytes never arrived: the copy in memory is the only one
                 raise
         for view in self.views:

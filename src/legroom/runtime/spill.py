@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import tempfile
+import weakref
 from bisect import insort
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class SpillFile:
         self._free: dict[int, list[int]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="legroom-out")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="legroom-in")
+        # Also for those who never call close(): the disk gets its bytes back with the object.
+        self._give_back = weakref.finalize(self, _shut, self._fd, self._writer, self._reader)
 
     def take(self, nbytes: int) -> Slot:
         room = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -62,18 +65,17 @@ class SpillFile:
         insort(self._free.setdefault(slot.room, []), slot.offset)
 
     def write(self, address: int, slot: Slot) -> Future[None]:
+        self._descriptor()
         return self._writer.submit(self._write_all, address, slot)
 
     def read(self, address: int, slot: Slot) -> Future[None]:
+        self._descriptor()
         return self._reader.submit(self._read_all, address, slot)
 
     def close(self) -> None:
         """Wait for what is under way, then give the bytes back to the disk. Later copies fail."""
-        self._writer.shutdown(wait=True)
-        self._reader.shutdown(wait=True)
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._give_back()
+        self._fd = None
 
     def _write_all(self, address: int, slot: Slot) -> None:
         view = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
@@ -107,6 +109,12 @@ class SpillFile:
                 "this room is closed, and a tensor swapped out by it was asked for; finish backward before close()"
             )
         return self._fd
+
+
+def _shut(fd: int, *threads: ThreadPoolExecutor) -> None:
+    for thread in threads:
+        thread.shutdown(wait=True)
+    os.close(fd)
 
 
 def _open_unlinked(directory: str) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from legroom.alloclog import Log, profiler_is_free
+from legroom.alloclog import OPTIMIZER, Log, mark, profiler_is_free
 from legroom.curve import Curve, read_curve
 from legroom.runtime.census import Census
 from legroom.runtime.executor import Executor, Program
@@ -17,6 +16,7 @@ from legroom.runtime.modes import Interception
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
+from legroom.runtime.undo import Undo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Setting:
         return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
     def alive_bytes(self) -> int:
-        """What is alive between steps, as far as it can be told in microseconds: all of it, or the gradients."""
+        """What is alive between steps, as far as it can be told quickly: all of it, or gradients and state."""
         alive = self.ledger.device.alive_bytes()
         if alive is not None:
             return alive
@@ -48,15 +48,18 @@ class Setting:
         parameters = [p for group in groups for p in group["params"]] or (
             list(self.model.parameters()) if self.model is not None else []
         )
-        return sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        state = sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
+        return state + sum(p.grad.nbytes for p in parameters if p.grad is not None)
 
 
 class ShelteredStep:
     """A step under the reactive policy, recorded where the profiler is free."""
 
-    def __init__(self, setting: Setting, *, proving: bool, before_optimizer: Callable[[Curve, Census], None]) -> None:
+    def __init__(self, setting: Setting, *, proving: bool, trusting: bool) -> None:
         self._setting = setting
-        self._before_optimizer = before_optimizer
+        self.undo = Undo(setting.ledger.device, setting.optimizer)
+        self._trusting = trusting
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
         self.recorder: Recorder | None = None
@@ -72,8 +75,9 @@ class ShelteredStep:
             self.recorder = Recorder(
                 setting.ledger.device,
                 self.census,
-                proving=self._proving,
+                proving=self._proving and self._trusting,
                 distrusted=frozenset(setting.distrusted),
+                undo=self.undo,
             )
         else:
             setting.fallbacks["another profiler runs: the step was not recorded"] += 1
@@ -91,18 +95,11 @@ class ShelteredStep:
         )
 
     def _optimizer_begins(self) -> None:
-        """The last moment at which nothing is changed yet: what has the step needed so far?"""
         assert self.recorder is not None
         self.recorder.compare_lasting()
         self.recorder.phase = "optimizer"
-        if self._log is not None and not self._proving:
-            # The optimizer holds a profiler range open here. The profiler may be stopped inside one, but not started
-            # again: the range would end in a session it did not begin in. So the first step is measured up to here.
-            assert self.census is not None
-            self.census.note_deaths()
-            log, self._log = self._log, None
-            self.curve = read_curve(log.stop(), self.census.base_bytes)
-            self._before_optimizer(self.curve, self.census)
+        with mark(OPTIMIZER):
+            pass
 
     def _optimizer_ends(self) -> None:
         assert self.recorder is not None
@@ -117,12 +114,19 @@ class ShelteredStep:
             if self.recorder is not None and not failed:
                 self.recorder.compare_lasting()
         finally:
+            if failed:
+                self.undo.forget()
             if self._log is not None:
                 if failed:
                     self._log.cancel()
                 else:
                     assert self.census is not None
                     self.curve = read_curve(self._log.stop(), self.census.base_bytes)
+
+    def needed_bytes(self) -> int:
+        """What such a step takes: its peak, or what it took before the optimizer beside the state made since."""
+        assert self.curve is not None
+        return max(self.curve.measured_peak_bytes, self.curve.before_optimizer_bytes + self.undo.new_state_bytes())
 
 
 class PlannedStep:

@@ -1,0 +1,68 @@
+"""Taking an optimizer's work back: a step that turns out to be over the budget has not happened.
+
+What an optimizer allocates is known only when it has run. So in steps that are not known yet every lasting tensor is
+copied to the host before an optimizer first writes it. If the step is refused the copies go back, and state that the
+optimizer made in this step is taken from it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from legroom.runtime.device import Device, HostCopy
+
+
+class Undo:
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
+        self._device = device
+        self._optimizer = optimizer
+        self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
+        self._keys: dict[Any, set[Any]] = {}
+        if optimizer is not None:
+            self._keys = {parameter: set(state) for parameter, state in optimizer.state.items()}
+
+    def before_write(self, tensors: list[torch.Tensor]) -> None:
+        """Keep the bytes of these tensors as they are now, unless that was done already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._saved and storage.nbytes():
+                host, copy = self._device.copy_out(_flat(storage))
+                copy.wait()
+                self._saved[storage._cdata] = StorageWeakRef(storage), host
+
+    def restore(self) -> None:
+        for ref, host in self._saved.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is not None:
+                self._device.copy_in(host, _flat(storage)).wait()
+        if self._optimizer is not None:
+            for parameter in list(self._optimizer.state):
+                if parameter not in self._keys:
+                    del self._optimizer.state[parameter]
+                    continue
+                for key in set(self._optimizer.state[parameter]) - self._keys[parameter]:
+                    del self._optimizer.state[parameter][key]
+        self.forget()
+
+    def forget(self) -> None:
+        for _, host in self._saved.values():
+            host.drop()
+        self._saved.clear()
+
+    def new_state_bytes(self) -> int:
+        """What the optimizer has made since and kept."""
+        if self._optimizer is None:
+            return 0
+        return sum(
+            value.untyped_storage().nbytes()
+            for parameter, state in self._optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and key not in self._keys.get(parameter, ())
+        )
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
