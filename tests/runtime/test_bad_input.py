@@ -777,7 +777,7 @@ def test_the_spill_file_has_no_name_on_old_file_systems(tmp_path: Path, monkeypa
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
     model, optimizer = build()
-    room = legroom.fit(model, optimizer, budget={budget_at(0.0)}, spill_dir={str(tmp_path)!r})
+    room = legroom.fit(model, optimizer, budget={budget_at(0.05)}, spill_dir={str(tmp_path)!r})
     steps(room, model, optimizer, range(3))
     x, y = batch(0)
     with room.step():

@@ -25,12 +25,11 @@ class Planner(Protocol):
 
 def named(planner: str | Planner) -> Planner:
     """The planner of that name; a planner itself is returned as it is."""
-    if not isinstance(planner, str):
-        if not callable(planner):
-            raise PlanError(f"a planner is a name or a callable, got {quote(planner)}")
+    if callable(planner):
         return planner
-    if planner not in PLANNERS:
-        raise PlanError(f"unknown planner {planner!r}; there are {', '.join(sorted(PLANNERS))}")
+    if not isinstance(planner, str) or planner not in PLANNERS:
+        known = ", ".join(sorted(PLANNERS))
+        raise PlanError(f"unknown planner {quote(planner)}; there are {known}, or pass a callable")
     return PLANNERS[planner]
 
 
