@@ -3,13 +3,14 @@
 #   make demo     train a small GPT plainly and under three budgets, and compare
 #   make lint     lint and types only
 #   make clean    remove .venv and caches
-# PYTHON picks the interpreter (3.11 or newer), TORCH the build, PYTEST_ARGS what pytest runs.
+# PYTHON picks the interpreter (3.11 or newer), TORCH the build, PYTEST_ARGS what pytest runs, JOBS how many at a time.
 
 PYTHON ?= python3
 # An exact version first and by itself: pip then takes the build that the configured index prefers (on a machine without
 # a GPU a CPU build, where one is offered) and the second install leaves it alone.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,6 +20,8 @@ STAMP := $(VENV)/.installed
 export MIMALLOC_PURGE_DELAY := 0
 export MIMALLOC_EAGER_COMMIT := 0
 export MIMALLOC_ARENA_EAGER_COMMIT := 0
+# Several test processes share the cores: threads that spin while they wait take them from each other.
+export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
@@ -27,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/legroom demo
 
 test: lint
-	$(BIN)/python -m pytest --timeout 600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --timeout 600 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

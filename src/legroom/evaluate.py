@@ -33,12 +33,11 @@ class Evaluator:
         self.trace = trace
         self.tables = tabulate(trace, hardware)
         self.gaps = len(self.tables.gaps)
-        packed = kernels.pack(self.tables)
-        self._scratch = kernels.scratch(packed, self.tables)
-        self._packed = kernels.with_fixed_replays(packed, self._scratch)
-        self._program = kernels.empty_program(packed)
+        self._packed = kernels.pack(self.tables)
+        self._scratch = kernels.scratch(self.tables)
+        self._program = kernels.empty_program(self._packed)
         self._ahead = np.zeros(self.gaps, np.int64)
-        self._possible = kernels.possible_codes(np.ones(self.gaps, np.int8), self.tables)
+        self._possible = kernels.possible_codes(np.ones(self.gaps, np.int8), self._packed)
         self._codes = np.zeros(self.gaps, np.int8)
         self._epoch = 0
 
@@ -78,16 +77,13 @@ class Evaluator:
     def _lower(self, codes: Codes, program: Program) -> Program:
         np.multiply(codes, self._possible, out=self._codes)
         self._epoch += 1
-        kernels.lower_codes(self._codes, self._ahead, self._epoch, *self._packed, *self._scratch, *program)
+        kernels.lower(self._codes, self._ahead, self._epoch, self._packed, self._scratch, program)
         return program
 
     def _run(self, program: Program, limit: int) -> tuple[int, int, int]:
         if program.failure[0] != kernels.OK:
             return IMPOSSIBLE
-        packed, work = self._packed, self._scratch
-        nanoseconds, peak, excess = kernels.run_program(
-            *program[:3], limit, packed.gaps, packed.ticks, packed.rates, work.done, work.peaks
-        )
+        nanoseconds, peak, excess = kernels.run(program, limit, self._packed, self._scratch)
         # What is alive before the first tick is out of any plan's reach.
         head = self.trace.head_peak_bytes
         return nanoseconds, max(peak, head), excess + max(0, head - limit)

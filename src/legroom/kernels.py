@@ -4,9 +4,9 @@
 runs it with `run_program`, which must agree to the nanosecond and the byte with `simulate()` and `check_schedule()`.
 
 All compiled functions are in this one file, and so are the constants they freeze: a cached function is not rebuilt when
-another file changes. They take flat arrays, packed from the tables: row r of a table has its columns at r * (length of
-a row) + column, which costs half the compilation of two-dimensional access. They allocate nothing: every kind of
-allocation costs numba a third of a second of compilation.
+another file changes. They take flat arrays, which `pack` makes from the tables; row r of a table has its columns from
+r * (length of a row) on. They allocate nothing: every kind of allocation costs numba a third of a second of
+compilation, and without any, no references need be counted.
 """
 
 from __future__ import annotations
@@ -17,61 +17,72 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core.registry import cpu_target
 
 from legroom import tables as t
 from legroom.tables import Floats, Ints, Tables
 
 Codes = npt.NDArray[np.int8]
-Ints32 = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint32]
 
 # Decision codes.
 KEEP, OVERLAP, SYNC, RECOMPUTE, AHEAD = 0, 1, 2, 3, 4
-# Instruction codes. An instruction is gap << KIND_BITS | code.
-SWAP_OUT, RELEASE, DROP, PREFETCH, AWAIT, REPLAY, KIND_BITS, KIND_MASK = 0, 1, 2, 3, 4, 5, 3, 7
+# Instruction codes: those that copy, those that wait or free, and replays. An instruction is gap << KIND_BITS | code.
+SWAP_OUT, PREFETCH, RELEASE, AWAIT, DROP, REPLAY, KIND_BITS, KIND_MASK = 0, 1, 2, 3, 4, 5, 3, 7
 # Why a recomputation is impossible.
 OK, NO_WRITER, NOT_REPLAYABLE = 0, 1, 2
-# More than is worth keeping: see `fixed`.
-TOO_LONG = -2
+# Bit code * 2 + whether a gap ends: whether the model of the lanes must look at that (swaps start, replays end).
+MATTERS = 1 << OVERLAP * 2 | 1 << SYNC * 2 | 1 << AHEAD * 2 | 1 << RECOMPUTE * 2 + 1
 
-# Columns, and the length of a row. Gaps, ticks (what the segment before does to the lanes, then the memory), ops:
-START, END, NBYTES, OUT_NS, IN_NS, FIRST, VALUE, WRITER, GAP = 0, 1, 2, 3, 4, 5, 6, 7, 8
-COMPUTE, HOST, ISSUE, LEVEL, PEAK, TICK = 0, 1, 2, 3, 4, 5
+# Columns, and the length of a row: ops, what they read (with all there is to know about the value), what they write.
 NS, ISSUE_NS, WORKSPACE, REPLAYABLE, READS, WRITES, ALONE, OP = 0, 1, 2, 3, 4, 5, 6, 8
-# What an op reads, with all there is to know about the value; what it writes:
 READ_VALUE, READ_FROM, READ_UNTIL, READ_FIRST, READ_STOP, READ_WRITER, READ_BYTES, READ = 0, 1, 2, 3, 4, 5, 6, 8
 WRITE_VALUE, WRITE_BEFORE, WRITE_BYTES, WRITE = 0, 1, 2, 4
-# Replays begin as ticks do. REPLAY_OP and REPLAY_OPS: where its ops are in `replay_ops`, and how many. NEEDS and
-# NEEDS_STOP: which gaps in `needs` stand in its way if they are recomputed.
-REPLAY_PEAK, REPLAY_OP, REPLAY_OPS, NEEDS, NEEDS_STOP, ROW = 3, 4, 5, 6, 7, 8
+# Replays: what they do to the lanes and how far they take memory above the level at their start; where their ops are
+# in `replay_ops`, and how many.
+COMPUTE, HOST, ISSUE, PEAK, REPLAY_OP, REPLAY_OPS, ROW = 0, 1, 2, 3, 4, 5, 8
+# Replays remembered: as above; the number of gaps they read, and one (0: nothing here); which of these are recomputed
+# too, a bit for each; and these gaps, at most MOST_MET. Two for each gap: the one that meets no recomputed gap, which
+# is the most frequent in most plans, and the last of the others.
+MET, RECOMPUTED, FIRST_MET, MOST_MET, MEMORY = 4, 5, 6, 10, 16
 # Rates.
 RATE_OUT, RATE_IN, RATE_DUPLEX_OUT, RATE_DUPLEX_IN, RATE_SHARE, RATE_LATENCY, RATE_SYNCHRONOUS = 0, 1, 2, 3, 4, 5, 6
 
 FAR = 2**62  # later than any time
+# Ticks stand above, gaps below. `& LOW` also tells the compiler that an index is not negative, which spares it a test
+# for those that count from the end (a fifth of the time of lowering); so do arrays of words.
+TICKS, LOW = 2**32, 2**32 - 1
 
 
 class Packed(NamedTuple):
     """The tables as the kernels take them."""
 
-    gaps: Ints
-    ends: Ints  # of gaps, once more by themselves
-    ticks: Ints  # one more than there are: the last is the end of the step
+    starts: Words  # gaps
+    ends: Words
+    sizes: Ints  # bytes
+    out_ns: Ints
+    in_ns: Ints
+    firsts: Words  # the first gap of the same storage
+    targets: Ints  # the value in it
+    makers: Ints  # the op that made that
+    after_compute: Ints  # ticks: what the segment before does to the lanes; the last is the end of the step
+    after_host: Ints
+    issue: Ints
+    levels: Ints
+    tops: Ints  # the peak with everything kept
     ops: Ints  # one more than there are
     reads: Ints
     writes: Ints
-    by_start: Ints
-    by_end: Ints
+    # Where gaps start and end: tick << 32 | gap << 1 | whether it ends. In this order; within a tick starts first.
+    events: Ints
     rates: Floats
-    # The replay of each gap while nothing it reads is recomputed too, as in Program.replays; REPLAY_OPS is 0 where it is
-    # not known, impossible or TOO_LONG. Most replays of most plans are just this.
-    fixed: Ints
-    needs: Ints
 
 
 class Program(NamedTuple):
     """A lowered plan. `failure` is (code, gap, op, value) where a replay is impossible; the rest is void then."""
 
-    offsets: Ints32  # instructions of tick t are offsets[t] .. offsets[t + 1] - 1
-    instructions: Ints32
+    offsets: Words  # instructions of tick t are offsets[t] .. offsets[t + 1] - 1
+    instructions: Words
     replays: Ints  # a row for each gap: lane effect, peak above the level at its start, its ops in `replay_ops`
     replay_ops: Ints  # as many as there is room for; lower_codes() returns how many there are
     failure: Ints
@@ -80,108 +91,145 @@ class Program(NamedTuple):
 class Scratch(NamedTuple):
     """Memory of the kernels. `seen`, `made` and `last_use` hold stamps, numbers that only grow: nothing is cleared."""
 
-    back: Ints  # gap: the tick at which its storage must be back
+    back: Words  # gap: the tick at which its storage must be back
     release: Ints  # gap: the tick at which it is freed, -1 for not at all
-    fetch: Ints  # gap: the tick at which the copy back starts
+    fetch: Words  # gap: the tick at which the copy back starts
     copied: Ints  # first gap of a storage: whether the host has a copy
     reused: Ints  # gap: whether it needs no copy out
     queue: Ints
     done: Ints  # when copies are over
-    following: Ints
+    following: Words  # gap: the next in the list of `latest`, and one
     lists: Ints
     times: Ints  # tick: when it is reached
-    waiting: Ints  # tick: nanoseconds of fetching in it, then the gap that is fetched for it; zero between calls
-    found: Ints
+    waiting: Ints  # tick and one: nanoseconds of waiting for copies in; zero between calls
+    latest: Words  # tick: the last gap fetched for it, and one; zero between calls
+    found: Words
     seen: Ints  # op
-    met: Ints
+    met: Words
     made: Ints  # value
     last_use: Ints  # value
+    memory: Ints  # gap
     peaks: Ints  # tick
 
 
 def pack(tables: Tables) -> Packed:
-    gaps, values, ops = tables.gaps, tables.values, tables.ops
-    value = gaps[:, t.G_VALUE]
-    writer = np.append(values[:, t.V_WRITER], -1)[value]  # value -1 has none
-    columns = [gaps[:, c] for c in (t.G_START, t.G_END, t.G_BYTES, t.G_OUT, t.G_IN, t.G_FIRST)]
-    memory = np.vstack([tables.ticks[:, [t.T_LEVEL, t.T_PEAK]], np.zeros((1, 2), np.int64)])
-    read = values[tables.reads]
-    about = [read[:, c] for c in (t.V_FROM, t.V_UNTIL, t.V_FIRST, t.V_STOP, t.V_WRITER, t.V_BYTES)]
-    written, before = tables.writes[:, 0], tables.writes[:, 1]
-    lanes = [tables.segments[:, c] for c in (t.X_COMPUTE, t.X_HOST, t.X_ISSUE)]
+    gaps, values = tables.gaps, tables.values
+    starts, ends, firsts = (gaps[:, c].astype(np.uint32) for c in (t.G_START, t.G_END, t.G_FIRST))
+    sizes, out_ns, in_ns, targets = (gaps[:, c].copy() for c in (t.G_BYTES, t.G_OUT, t.G_IN, t.G_VALUE))
+    after_compute, after_host, issue = (tables.segments[:, c].copy() for c in (t.X_COMPUTE, t.X_HOST, t.X_ISSUE))
     costs = (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE, t.O_REPLAYABLE, t.O_READS, t.O_WRITES, t.O_ALONE)
+    about = (t.V_FROM, t.V_UNTIL, t.V_FIRST, t.V_STOP, t.V_WRITER, t.V_BYTES)
     speeds = (t.R_OUT, t.R_IN, t.R_DUPLEX_OUT, t.R_DUPLEX_IN, t.R_SHARE, t.R_LATENCY, t.R_SYNCHRONOUS)
     return Packed(
-        gaps=_flat([*columns, value, writer], GAP),
-        ends=gaps[:, t.G_END].copy(),
-        ticks=_flat([*lanes, *memory.T], TICK),
-        ops=_flat([ops[:, c] for c in costs], OP),
-        reads=_flat([tables.reads, *about], READ),
-        writes=_flat([written, before, values[written, t.V_BYTES]], WRITE),
-        by_start=tables.order[0].copy(),
-        by_end=tables.order[1].copy(),
+        starts=starts,
+        ends=ends,
+        sizes=sizes,
+        out_ns=out_ns,
+        in_ns=in_ns,
+        firsts=firsts,
+        targets=targets,
+        makers=np.append(values[:, t.V_WRITER], -1)[targets],  # a target of -1 has none
+        after_compute=after_compute,
+        after_host=after_host,
+        issue=issue,
+        levels=tables.ticks[:, t.T_LEVEL].copy(),
+        tops=tables.ticks[:, t.T_PEAK].copy(),
+        ops=_flat(tables.ops[:, costs], OP),
+        reads=_flat(np.column_stack([tables.reads, values[tables.reads][:, about]]), READ),
+        writes=_flat(np.column_stack([tables.writes, values[tables.writes[:, 0], t.V_BYTES]]), WRITE),
+        events=_events(gaps[:, t.G_START], gaps[:, t.G_END]),
         rates=tables.rates[list(speeds)],
-        fixed=np.zeros(len(gaps) * ROW, np.int64),
-        needs=np.zeros(0, np.int64),
     )
 
 
-def with_fixed_replays(packed: Packed, work: Scratch) -> Packed:
-    """With the replays that depend on no other decision worked out beforehand."""
-    room = len(packed.ends)
-    while True:
-        needs = np.zeros(room, np.int64)
-        used = fix_replays(
-            np.zeros(len(packed.ends), np.int8), packed.fixed, needs, np.zeros(4, np.int64), packed.gaps, packed.ops,
-            packed.reads, packed.writes, packed.rates, work.found, work.seen, work.met, work.made, work.last_use,
-        )  # fmt: skip
-        work.seen[:] = work.made[:] = work.last_use[:] = 0
-        if used <= room:
-            return packed._replace(needs=needs[:used].copy())
-        room = used
+def _events(starts: Ints, ends: Ints) -> Ints:
+    gaps = np.arange(len(starts))
+    order = np.lexsort((np.tile(gaps, 2), np.repeat([0, 1], len(gaps)), np.concatenate([starts, ends])))
+    return np.concatenate([starts << 32 | gaps << 1, ends << 32 | gaps << 1 | 1])[order]
 
 
-def possible_codes(codes: Codes, tables: Tables) -> Codes:
-    """What can be done about gaps without a whole segment is nothing."""
-    return np.where(tables.gaps[:, t.G_START] < tables.gaps[:, t.G_END], codes, KEEP).astype(np.int8)
+def _flat(table: Ints, length: int) -> Ints:
+    rows = np.zeros((len(table), length), np.int64)
+    rows[:, : table.shape[1]] = table
+    return rows.reshape(-1)
+
+
+def possible_codes(codes: Codes, packed: Packed) -> Codes:
+    """What can be done about a gap without a whole segment is nothing."""
+    return np.where(packed.starts < packed.ends, codes, np.int8(KEEP))
 
 
 def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
-    ticks, gaps = len(packed.ticks) // TICK - 1, len(packed.ends)
+    ticks, gaps = len(packed.levels), len(packed.ends)
     return Program(
-        offsets=np.zeros(ticks + 2, np.int32),
-        instructions=np.zeros(5 * gaps, np.int32),
+        offsets=np.zeros(ticks + 2, np.uint32),
+        instructions=np.zeros(5 * gaps, np.uint32),
         replays=np.zeros(gaps * ROW, np.int64),
         replay_ops=np.zeros(replay_room, np.int64),
         failure=np.zeros(4, np.int64),
     )
 
 
-def scratch(packed: Packed, tables: Tables) -> Scratch:
+def scratch(tables: Tables) -> Scratch:
     ticks, gaps, ops, values = len(tables.ticks), len(tables.gaps), len(tables.ops), len(tables.values)
-    sizes = Scratch(
-        back=gaps, release=gaps, fetch=gaps, copied=gaps, reused=gaps, queue=2 * gaps + 2, done=gaps, following=gaps,
-        lists=7 * gaps, times=ticks, waiting=ticks, found=ops, seen=ops, met=len(tables.reads), made=values,
-        last_use=values, peaks=ticks,
+    sizes = {"lists": 7 * gaps, "waiting": ticks + 1, "met": len(tables.reads), "memory": 2 * gaps * MEMORY}
+    sizes |= dict.fromkeys(("times", "latest", "peaks"), ticks)
+    sizes |= dict.fromkeys(("found", "seen"), ops)
+    sizes |= dict.fromkeys(("made", "last_use"), values)
+    words = ("back", "fetch", "following", "latest", "found", "met")
+    arrays: dict[str, Any] = {
+        name: np.zeros(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
+    }
+    return Scratch(**arrays)
+
+
+def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, program: Program) -> int:
+    """Lower one decision code for each gap into a program, and return how many ops its replays have.
+
+    Replays remembered from an earlier call with the same scratch memory are not counted, and their ops are not listed.
+    `codes` are `possible_codes`; `ahead` is read for AHEAD only. `epoch` is above zero and above that of any call
+    before with the same scratch memory.
+    """
+    arrays: tuple[Any, ...] = (*packed, *work, *program)
+    return lower_codes(codes, ahead, epoch, *arrays)
+
+
+def run(program: Program, limit: int, packed: Packed, work: Scratch) -> tuple[int, int, int]:
+    """(nanoseconds, peak bytes, bytes above the limit summed over ticks) of a program; `peaks` has each tick's peak.
+
+    This is `simulate()` and `check_schedule()` without their records.
+    """
+    return run_program(
+        program.offsets, program.instructions, program.replays, limit, packed.sizes, packed.out_ns, packed.in_ns,
+        packed.after_compute, packed.after_host, packed.issue, packed.levels, packed.tops, packed.rates, work.done,
+        work.peaks,
     )  # fmt: skip
-    return Scratch(*(np.zeros(size, np.int64) for size in sizes))  # type: ignore[call-overload]
-
-
-def _flat(columns: list[Ints], length: int) -> Ints:
-    rows = np.zeros((len(columns[0]), length), np.int64)
-    for index, column in enumerate(columns):
-        rows[:, index] = column
-    return rows.reshape(-1)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _lean(**options: bool) -> dict[str, Any]:
+    """Those of these options that this numba knows."""
+    return {name: value for name, value in options.items() if hasattr(cpu_target.options, name)}
+
+
+# Not to count references to arrays halves the time of lowering; that, and to make no entries nobody uses, saves a third
+# of the compilation.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_lean(_nrt=False, no_cfunc_wrapper=True)}
+
+
 def _compiled(function: F) -> F:
+    """For functions that Python calls."""
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function))
+        return cast(F, numba.njit(cache=True, **_OPTIONS)(function))
     except RuntimeError:  # no place to write a cache: compile in each process instead
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+        return cast(F, numba.njit(**_OPTIONS)(function))
+
+
+def _inner(function: F) -> F:
+    """For functions that only compiled functions call, and that end up in the caches of these."""
+    return cast(F, numba.njit(**_OPTIONS, **_lean(no_cpython_wrapper=True))(function))
 
 
 @_compiled
@@ -191,7 +239,7 @@ def _advance(compute: int, host: int, after_compute: int, after_host: int, issue
     return compute, compute if issue < 0 else host + issue
 
 
-@_compiled
+@_inner
 def _copy_ns(
     nbytes: int, start: int, other_free: int, undisturbed: int, alone: float, together: float, latency: int
 ) -> int:
@@ -205,54 +253,50 @@ def _copy_ns(
     return latency + busy + int((nbytes - int(busy / together)) * alone)
 
 
-@_compiled
+@_inner
 def _close(
-    gap: int, stamp: int, most: int, codes: Codes, failure: Ints, gaps: Ints, ops: Ints, reads: Ints,
-    found: Ints, seen: Ints, met: Ints,
+    gap: int, stamp: int, codes: Codes, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Ints,
+    ops: Ints, reads: Ints, found: Words, seen: Ints, met: Words, last_use: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Collect into `found`, in program order, the ops that bring the gap's storage back.
 
-    Returns how many, or -1 where it is impossible, or TOO_LONG; and the number of gaps in `met`, whose storages are
-    read and must be back by then.
+    Returns how many, -1 where it is impossible; and the number of gaps in `met`, whose storages they read.
     """
-    tick = gaps[gap * GAP + END]
-    value, writer, reader = gaps[gap * GAP + VALUE], gaps[gap * GAP + WRITER], -1
-    count = cursor = away = position = stop = 0
-    while True:
-        # Here `value` is not in memory: its writer is replayed.
+    tick = ends[gap]
+    value, writer, reader = targets[gap], makers[gap], -1
+    count = cursor = away = read = stop = 0
+    use = stamp * (len(ops) // OP)  # uses by an earlier replay lie below
+    missing = True
+    while missing:
         if writer < 0 or not ops[writer * OP + REPLAYABLE]:
             failure[0] = NO_WRITER if writer < 0 else NOT_REPLAYABLE
             failure[1], failure[2], failure[3] = gap, writer if writer >= 0 else reader, value
             return -1, away
         if seen[writer] != stamp:
-            if count == most:
-                return TOO_LONG, away
             seen[writer] = stamp
             found[count] = writer
             count += 1
-        # On to the next value read that is not in memory.
         missing = False
-        while not missing:
-            while position >= stop and cursor < count:
-                reader = found[cursor]
+        while not missing:  # on to the next value read that is not in memory
+            while read >= stop and cursor < count:
+                reader = found[cursor & LOW]
                 cursor += 1
-                position, stop = ops[reader * OP + READS], ops[(reader + 1) * OP + READS]
-            if position >= stop:
+                read, stop = ops[reader * OP + READS] * READ, ops[(reader + 1) * OP + READS] * READ
+            if read >= stop:
                 break
-            read = position * READ
-            position += 1
-            missing = True
-            if reads[read + READ_FROM] <= tick <= reads[read + READ_UNTIL]:
+            row = read & LOW
+            value, writer, missing = reads[row + READ_VALUE] & LOW, reads[row + READ_WRITER], True
+            last_use[value] = max(last_use[value], use + reader)
+            if reads[row + READ_FROM] <= tick <= reads[row + READ_UNTIL]:
                 missing = False
-                for other in range(reads[read + READ_FIRST], reads[read + READ_STOP]):
-                    if gaps[other * GAP + START] <= tick <= gaps[other * GAP + END]:
+                for i in range(reads[row + READ_FIRST], reads[row + READ_STOP]):
+                    other = i & LOW
+                    if starts[other] <= tick <= ends[other]:  # gaps of a storage do not overlap: the only one
                         missing = codes[other] == RECOMPUTE
-                        met[away] = other
+                        met[away & LOW] = other
                         away += 1
-                        break  # the others lie elsewhere
-            value, writer = reads[read + READ_VALUE], reads[read + READ_WRITER]
-        if not missing:
-            break
+                        break
+            read += READ
     # Found from the last op backwards, so reversed it is almost in order and insertion takes linear time.
     for i in range(count >> 1):
         op = found[i]
@@ -267,351 +311,344 @@ def _close(
     return count, away
 
 
-@_compiled
+@_inner
 def _replay(
-    gap: int, stamp: int, count: int, synchronous: bool, replays: Ints, gaps: Ints, ops: Ints, reads: Ints,
-    writes: Ints, found: Ints, made: Ints, last_use: Ints,
+    gap: int, stamp: int, count: int, synchronous: bool, replays: Ints, targets: Ints, ops: Ints, reads: Ints,
+    writes: Ints, found: Words, made: Ints, last_use: Ints,
 ) -> None:  # fmt: skip
     """What the ops in `found` do: the row of the replay."""
     compute, host, issued = 0, -FAR, 0
     for i in range(count):
-        op = found[i] * OP
+        ns, issue = ops[found[i] * OP + NS], ops[found[i] * OP + ISSUE_NS]
         if synchronous and i > 0:
-            compute += ops[op + ISSUE_NS] + ops[op + NS]
-            host += ops[op + ISSUE_NS] + ops[op + NS]
+            compute += issue + ns
+            host += issue + ns
         else:
-            issued += ops[op + ISSUE_NS]
-            compute, host = compute + ops[op + NS], max(host, issued) + ops[op + NS]
+            issued += issue
+            compute += ns
+            host = max(host, issued) + ns
     row = gap * ROW
     replays[row + COMPUTE], replays[row + HOST] = compute, host
     replays[row + ISSUE] = -1 if synchronous else issued
     replays[row + REPLAY_OPS] = count
     if count == 1:  # nothing is made on the way
-        replays[row + REPLAY_PEAK] = ops[found[0] * OP + ALONE]
+        replays[row + PEAK] = ops[found[0] * OP + ALONE]
         return
     # How far above its start it takes memory: the walk of schedule.Replay.
-    target = gaps[gap * GAP + VALUE]
+    target = targets[gap]
     extra = peak = 0
-    use = stamp * (len(ops) // OP)  # uses by an earlier replay lie below
+    use = stamp * (len(ops) // OP)
     for i in range(count):
         op = found[i]
-        for read in range(ops[op * OP + READS] * READ, ops[(op + 1) * OP + READS] * READ, READ):
-            last_use[reads[read + READ_VALUE]] = use + op
-    for i in range(count):
-        op = found[i]
-        now = use + op
-        first_read, last_read = ops[op * OP + READS] * READ, ops[(op + 1) * OP + READS] * READ
-        first_write, last_write = ops[op * OP + WRITES] * WRITE, ops[(op + 1) * OP + WRITES] * WRITE
-        for write in range(first_write, last_write, WRITE):
-            before = writes[write + WRITE_BEFORE]
+        now, this, following = use + op, op * OP, (op + 1) * OP
+        first, stop = ops[this + WRITES] * WRITE, ops[following + WRITES] * WRITE
+        for write in range(first, stop, WRITE):
+            before = writes[(write & LOW) + WRITE_BEFORE]
             if before >= 0 and made[before] == stamp and last_use[before] == now:
                 made[before] = 0  # the same bytes go on as the next version
             else:
-                extra += writes[write + WRITE_BYTES]
-        peak = max(peak, extra + ops[op * OP + WORKSPACE])
-        for read in range(first_read, last_read, READ):
-            value = reads[read + READ_VALUE]
+                extra += writes[(write & LOW) + WRITE_BYTES]
+        peak = max(peak, extra + ops[this + WORKSPACE])
+        for read in range(ops[this + READS] * READ, ops[following + READS] * READ, READ):
+            value = reads[(read & LOW) + READ_VALUE] & LOW
             if made[value] == stamp and last_use[value] == now:
                 made[value] = 0
-                extra -= reads[read + READ_BYTES]
-        for write in range(first_write, last_write, WRITE):
-            value = writes[write + WRITE_VALUE]
+                extra -= reads[(read & LOW) + READ_BYTES]
+        for write in range(first, stop, WRITE):
+            value = writes[(write & LOW) + WRITE_VALUE] & LOW
             if value == target or last_use[value] > now:
                 made[value] = stamp
             else:
-                extra -= writes[write + WRITE_BYTES]
-    replays[row + REPLAY_PEAK] = peak
+                extra -= writes[(write & LOW) + WRITE_BYTES]
+    replays[row + PEAK] = peak
 
 
-@_compiled
-def fix_replays(
-    codes: Codes, fixed: Ints, needs: Ints, failure: Ints, gaps: Ints, ops: Ints, reads: Ints, writes: Ints,
-    rates: Floats, found: Ints, seen: Ints, met: Ints, made: Ints, last_use: Ints,
-) -> int:  # fmt: skip
-    """Fill in `fixed`, and `needs` as far as there is room; `codes` keep everything. How much room it takes."""
-    used = 0
-    for gap in range(len(codes)):
-        count, away = _close(gap, gap + 1, 32, codes, failure, gaps, ops, reads, found, seen, met)
-        if count > 0:
-            _replay(gap, gap + 1, count, rates[RATE_SYNCHRONOUS] > 0.0, fixed, gaps, ops, reads, writes, found, made,
-                    last_use)  # fmt: skip
-            for i in range(min(away, len(needs) - used)):
-                needs[used + i] = met[i]
-            fixed[gap * ROW + NEEDS], fixed[gap * ROW + NEEDS_STOP] = used, used + away
-            used += away
-    return used
+@_inner
+def _recall(gap: int, codes: Codes, memory: Ints) -> int:
+    """Where a replay is remembered that holds for these codes, or -1."""
+    for row in range(2 * gap * MEMORY, (2 * gap + 2) * MEMORY, MEMORY):
+        recomputed = 0
+        for i in range(memory[row + MET] - 1):
+            recomputed |= (codes[memory[row + FIRST_MET + i] & LOW] == RECOMPUTE) << i
+        if memory[row + MET] > 0 and recomputed == memory[row + RECOMPUTED]:
+            return row
+    return -1
 
 
-@_compiled
+@_inner
 def _replays(
-    codes: Codes, epoch: int, gaps: Ints, ends: Ints, ops: Ints, reads: Ints, writes: Ints, rates: Floats, fixed: Ints,
-    needs: Ints, back: Ints, found: Ints, seen: Ints, met: Ints, made: Ints, last_use: Ints, replays: Ints,
-    replay_ops: Ints, failure: Ints,
+    codes: Codes, epoch: int, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints, reads: Ints,
+    writes: Ints, synchronous: bool, back: Words, found: Words, seen: Ints, met: Words, made: Ints, last_use: Ints,
+    memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
-    """All replays; how many ops are in those that are not fixed. `back` becomes the tick by which each gap is over."""
+    """All replays; how many ops are in those not remembered. `back` becomes the tick by which each gap is over."""
     used = 0
-    synchronous = rates[RATE_SYNCHRONOUS] > 0.0
     for gap in range(len(codes)):
         if codes[gap] != RECOMPUTE:
             continue
         end, row = ends[gap], gap * ROW
-        known = fixed[row + REPLAY_OPS] > 0
-        for i in range(fixed[row + NEEDS], fixed[row + NEEDS_STOP]):
-            other = needs[i]
-            back[other] = min(back[other], end)
-            known = known and codes[other] != RECOMPUTE
-        if known:
-            for i in range(row, row + REPLAY_PEAK + 1):
-                replays[i] = fixed[i]
+        known = _recall(gap, codes, memory)
+        if known >= 0:
+            for i in range(memory[known + MET] - 1):
+                other = memory[known + FIRST_MET + i] & LOW
+                back[other] = min(back[other], end)
+            for i in range(PEAK + 1):
+                replays[row + i] = memory[known + i]
             continue
         stamp = epoch * len(codes) + gap
-        count, away = _close(gap, stamp, len(ops), codes, failure, gaps, ops, reads, found, seen, met)
+        count, away = _close(
+            gap, stamp, codes, failure, starts, ends, targets, makers, ops, reads, found, seen, met, last_use
+        )
         if count < 0:
             break
-        for i in range(away):
-            other = met[i]
-            back[other] = min(back[other], end)
-        _replay(gap, stamp, count, synchronous, replays, gaps, ops, reads, writes, found, made, last_use)
+        _replay(gap, stamp, count, synchronous, replays, targets, ops, reads, writes, found, made, last_use)
         replays[row + REPLAY_OP] = used
         for i in range(min(count, len(replay_ops) - used)):
             replay_ops[used + i] = found[i]
         used += count
+        recomputed = 0
+        for i in range(away):
+            back[met[i]] = min(back[met[i]], end)
+            recomputed |= (codes[met[i]] == RECOMPUTE) << (i & 63)
+        if away <= MOST_MET:
+            known = (2 * gap + (recomputed != 0)) * MEMORY
+            for i in range(PEAK + 1):
+                memory[known + i] = replays[row + i]
+            memory[known + MET], memory[known + RECOMPUTED] = away + 1, recomputed
+            for i in range(away):
+                memory[known + FIRST_MET + i] = met[i]
     return used
 
 
-@_compiled
+@_inner
+def _call_back(
+    gap: int, freed: int, codes: Codes, ahead: Ints, back: Words, fetch: Words, following: Words, latest: Words
+) -> None:
+    """See to it that a storage freed at tick `freed` is fetched."""
+    if codes[gap] == OVERLAP:  # later, in the order of need; those needed at one tick by falling gap
+        tick, before = back[gap], -1
+        after = latest[tick] - 1
+        while after > gap:
+            before, after = after, following[after] - 1
+        following[gap] = after + 1
+        if before < 0:
+            latest[tick] = gap + 1
+        else:
+            following[before] = gap + 1
+    elif codes[gap] == AHEAD:
+        fetch[gap] = max(back[gap] - ahead[gap], freed + 1)
+    else:
+        fetch[gap] = back[gap]
+
+
+@_inner
 def _releases(
-    codes: Codes, gaps: Ints, ticks: Ints, by_start: Ints, by_end: Ints, rates: Floats, replays: Ints, back: Ints,
-    release: Ints, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Ints, lists: Ints, times: Ints,
-    waiting: Ints,
+    codes: Codes, ahead: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, after_compute: Ints, after_host: Ints,
+    issue: Ints, events: Ints, synchronous: bool, share: float, replays: Ints, back: Words, release: Ints, fetch: Words,
+    copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints,
+    latest: Words,
 ) -> None:  # fmt: skip
     """Model the step up to the fetches: when each tick is reached, and the first tick that finds each copy out done.
 
     Copies wait for each other on the one lane out, so they end in the order in which they start. A copy that is not
     done when its storage must be back is not worth starting: `release` stays -1.
     """
-    synchronous, share = rates[RATE_SYNCHRONOUS] > 0.0, rates[RATE_SHARE]
-    # The swaps by start and the replays by end. Counted without branches, which nothing could foretell.
-    many = len(codes)
-    swaps, replayed = 0, many
-    for i in range(many):
-        gap = by_start[i]
-        lists[swaps] = gap
-        swap = (codes[gap] != KEEP) & (codes[gap] != RECOMPUTE)
-        swaps += swap & (back[gap] > gaps[gap * GAP + START])
-        gap = by_end[i]
-        lists[replayed] = gap
-        replayed += codes[gap] == RECOMPUTE
-    head = tail = out_free = compute = host = 0
-    starting, ending = 0, many
-    never = len(times)
-    next_start = gaps[lists[0] * GAP + START] if swaps > 0 else never
-    next_end = gaps[lists[many] * GAP + END] if replayed > many else never
+    # First the events that matter: where swaps start and replays end. No branch here: nothing could foretell it.
+    count = 0
+    for i in range(len(events)):
+        event = events[i]
+        lists[count] = event
+        count += (MATTERS >> (codes[(event & LOW) >> 1] << 1 | event & 1)) & 1
+    zero: Any = np.int64(0)  # not a literal, for which _advance would be compiled once more
+    compute = host = out_free = zero
+    head = tail = reached = 0
     next_done = FAR
-    for tick in range(len(times)):
-        row = tick * TICK
-        compute, host = _advance(compute, host, ticks[row + COMPUTE], ticks[row + HOST], ticks[row + ISSUE])
-        times[tick] = compute  # never behind the host, as an op ends after it is issued
-        while next_done <= compute:
-            gap = queue[head]
-            head += 1
-            next_done = done[head] if head < tail else FAR
-            if tick < back[gap]:
-                release[gap] = tick
-                copied[gaps[gap * GAP + FIRST]] = 1
-        while next_start == tick:
-            gap = lists[starting]
-            row = gap * GAP
-            starting += 1
-            next_start = gaps[lists[starting] * GAP + START] if starting < swaps else never
-            if codes[gap] == SYNC:
-                waiting[back[gap]] += gaps[row + IN_NS]
-            if copied[gaps[row + FIRST]]:
-                release[gap], reused[gap] = tick, 1
-                continue
-            out_free = max(out_free, compute) + gaps[row + OUT_NS]
-            if share > 0.0:
-                compute += int(gaps[row + OUT_NS] * share)
-            if codes[gap] == SYNC:
-                compute = max(compute, out_free)
-                release[gap] = tick
-                copied[gaps[row + FIRST]] = 1
-            else:
-                if head == tail:
-                    next_done = out_free
-                queue[tail], done[tail] = gap, out_free
-                tail += 1
-        compute += waiting[tick]
-        waiting[tick] = 0
-        if synchronous:
-            host = max(host, compute)
-        while next_end == tick:
-            row = lists[ending] * ROW
-            ending += 1
-            next_end = gaps[lists[ending] * GAP + END] if ending < replayed else never
+    for i in range(count + 1):
+        event = lists[i] if i < count else len(times) - 1 << 32
+        while reached <= event >> 32:  # `waiting` is for the tick before
+            tick = reached & LOW
+            compute += waiting[tick]
+            waiting[tick] = 0
+            if synchronous:
+                host = max(host, compute)
+            compute, host = _advance(compute, host, after_compute[tick], after_host[tick], issue[tick])
+            times[tick] = compute  # never behind the host, as an op ends after it is issued
+            while next_done <= compute:
+                gap = queue[head & LOW] & LOW
+                head += 1
+                next_done = done[head & LOW] if head < tail else FAR
+                if tick < back[gap]:
+                    release[gap] = tick
+                    copied[firsts[gap]] = 1
+                    _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
+            reached += 1
+        if i == count:
+            break
+        gap, tick = (event & LOW) >> 1, (event >> 32) & LOW
+        if event & 1:  # a replay, after what is waited for at this tick
+            compute += waiting[tick + 1]
+            waiting[tick + 1] = 0
+            if synchronous:
+                host = max(host, compute)
+            row = gap * ROW
             compute, host = _advance(compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE])
+        elif back[gap] > tick:
+            sync = codes[gap] == SYNC
+            waiting[back[gap] + 1] += in_ns[gap] if sync else 0
+            if copied[firsts[gap]]:
+                release[gap], reused[gap] = tick, 1
+                _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
+                continue
+            out_free = max(out_free, compute) + out_ns[gap]
+            if share > 0.0:
+                compute += int(out_ns[gap] * share)
+            # A synchronous one is released here and now, the others wait in the queue. No branch, as above.
+            compute = max(compute, out_free if sync else 0)
+            release[gap] = tick if sync else -1
+            copied[firsts[gap]] = 1 if sync else 0
+            fetch[gap] = back[gap]
+            next_done = out_free if head == tail and not sync else next_done
+            queue[tail & LOW], done[tail & LOW] = gap, out_free
+            tail += 0 if sync else 1
+    waiting[len(times)] = 0
 
 
-@_compiled
-def _fetches(
-    codes: Codes, ahead: Ints, gaps: Ints, back: Ints, release: Ints, fetch: Ints, following: Ints, times: Ints,
-    waiting: Ints,
-) -> None:  # fmt: skip
+@_inner
+def _fetches(in_ns: Ints, release: Ints, fetch: Words, following: Words, times: Ints, latest: Words) -> None:
     """When each copy back starts, reserving the lane in from the end of the step towards its beginning."""
-    for gap in range(len(codes)):
-        if release[gap] >= 0:
-            if codes[gap] == OVERLAP:
-                following[gap] = waiting[back[gap]]
-                waiting[back[gap]] = gap + 1
-            elif codes[gap] == SYNC:
-                fetch[gap] = back[gap]
-            else:
-                fetch[gap] = max(back[gap] - ahead[gap], release[gap] + 1)
     lane = FAR
     near = len(times) - 1  # where the last search ended: the next one is seldom far
     for tick in range(len(times) - 1, -1, -1):
-        gap = waiting[tick] - 1
-        waiting[tick] = 0
+        gap = latest[tick] - 1
+        latest[tick] = 0
         while gap >= 0:
             # The lead of an eighth covers a lane slowed by copies out; a fetch that is late stalls the whole step.
-            ns = gaps[gap * GAP + IN_NS]
-            start = min(times[tick], lane) - ns - (ns >> 3)
+            start = min(times[tick], lane) - in_ns[gap] - (in_ns[gap] >> 3)
             near = min(near, tick)
             while near > 0 and times[near] > start:
                 near -= 1
-            while near < tick and times[near + 1] <= start:
+            while near < tick and times[(near & LOW) + 1] <= start:
                 near += 1
-            at = max(near, release[gap] + 1)
+            at = max(near, release[gap] + 1) & LOW
             lane = min(lane, max(start, times[at]))
             fetch[gap] = at
             gap = following[gap] - 1
 
 
-@_compiled
+@_inner
 def _emit(
-    codes: Codes, gaps: Ints, back: Ints, release: Ints, fetch: Ints, reused: Ints, lists: Ints, offsets: Ints32,
-    instructions: Ints32,
+    codes: Codes, starts: Words, ends: Words, back: Words, release: Ints, fetch: Words, reused: Ints, lists: Ints,
+    offsets: Words, instructions: Words,
 ) -> None:  # fmt: skip
     """The instructions by tick. Within a tick: free, copy out, free what waits, what is needed now, fetch ahead."""
     many = len(codes)
-    for i in range(len(offsets)):
-        offsets[i] = 0
+    offsets[:] = 0
     # A list for each of these, in which an entry is tick << 32 | instruction.
     free, out, wait, need, replay, early = 0, many, 2 * many, 3 * many, 5 * many, 6 * many
     for gap in range(many):
-        start, end, this = gaps[gap * GAP + START], gaps[gap * GAP + END], gap << KIND_BITS
+        this, start = gap << KIND_BITS, starts[gap]
         if codes[gap] == RECOMPUTE:
-            lists[free] = start << 32 | this | DROP
-            free += 1
-            lists[replay] = end << 32 | this | REPLAY
-            replay += 1
+            end = ends[gap]
+            lists[free & LOW] = start * TICKS | this | DROP
+            lists[replay & LOW] = end * TICKS | this | REPLAY
             offsets[start + 2] += 1
             offsets[end + 2] += 1
+            free += 1
+            replay += 1
         elif release[gap] >= 0:
-            end, at = back[gap], fetch[gap]
+            end, at, freed = back[gap], fetch[gap], release[gap]
             if reused[gap]:
-                lists[free] = start << 32 | this | DROP
+                lists[free & LOW] = start * TICKS | this | DROP
                 free += 1
-                offsets[start + 2] += 1
             else:
-                lists[out] = start << 32 | this | SWAP_OUT
+                lists[out & LOW] = start * TICKS | this | SWAP_OUT
                 out += 1
-                offsets[start + 2] += 1
+                offsets[freed + 2] += 1
                 if codes[gap] == SYNC:
-                    lists[wait] = start << 32 | this | RELEASE
+                    lists[wait & LOW] = freed * TICKS | this | RELEASE
                     wait += 1
-                    offsets[start + 2] += 1
                 else:
-                    lists[free] = release[gap] << 32 | this | RELEASE
+                    lists[free & LOW] = freed * TICKS | this | RELEASE
                     free += 1
-                    offsets[release[gap] + 2] += 1
             if at < end:
-                lists[early] = at << 32 | this | PREFETCH
+                lists[early & LOW] = at * TICKS | this | PREFETCH
                 early += 1
             else:
-                lists[need] = at << 32 | this | PREFETCH
+                lists[need & LOW] = at * TICKS | this | PREFETCH
                 need += 1
-            lists[need] = end << 32 | this | AWAIT
+            lists[need & LOW] = end * TICKS | this | AWAIT
             need += 1
+            offsets[start + 2] += 1
             offsets[at + 2] += 1
             offsets[end + 2] += 1
     total = 0
     for tick in range(len(offsets)):
         total += offsets[tick]
         offsets[tick] = total
-    for stage in range(6):
-        first = (stage + (stage > 3)) * many
-        stop = free if stage == 0 else out if stage == 1 else wait if stage == 2 else need if stage == 3 else replay
-        for i in range(first, early if stage == 5 else stop):
-            entry = lists[i]
-            place = offsets[(entry >> 32) + 1]
-            offsets[(entry >> 32) + 1] = place + 1
-            instructions[place] = entry & 0x7FFFFFFF
+    stages = (0, free), (many, out), (2 * many, wait), (3 * many, need), (5 * many, replay), (6 * many, early)
+    for first, stop in stages:
+        for i in range(first, stop):
+            entry = lists[i & LOW]
+            after = (entry >> 32 & LOW) + 1
+            place = offsets[after]
+            offsets[after] = place + 1
+            instructions[place] = entry & LOW
 
 
 @_compiled
 def lower_codes(
     codes: Codes, ahead: Ints, epoch: int,
-    gaps: Ints, ends: Ints, ticks: Ints, ops: Ints, reads: Ints, writes: Ints, by_start: Ints, by_end: Ints,
-    rates: Floats, fixed: Ints, needs: Ints,
-    back: Ints, release: Ints, fetch: Ints, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Ints,
-    lists: Ints, times: Ints, waiting: Ints, found: Ints, seen: Ints, met: Ints, made: Ints, last_use: Ints,
-    peaks: Ints,
-    offsets: Ints32, instructions: Ints32, replays: Ints, replay_ops: Ints, failure: Ints,
+    starts: Words, ends: Words, sizes: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, targets: Ints, makers: Ints,
+    after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, ops: Ints, reads: Ints, writes: Ints,
+    events: Ints, rates: Floats,
+    back: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words,
+    lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints, met: Words, made: Ints,
+    last_use: Ints, memory: Ints, peaks: Ints,
+    offsets: Words, instructions: Words, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
-    """Lower one decision code for each gap into a program, and return how many ops its replays have.
-
-    Fixed replays are not counted, and their ops are not listed: give none (zeros) to have them all. `codes` are
-    `possible_codes`; `ahead` is read for AHEAD only. `epoch` is above zero and above that of any call before with the
-    same scratch memory.
-    """
+    """See lower()."""
+    synchronous = rates[RATE_SYNCHRONOUS] > 0.0
     failure[0] = OK
     for gap in range(len(codes)):
         back[gap] = ends[gap]
         release[gap] = -1
         copied[gap] = reused[gap] = 0
     used = _replays(
-        codes, epoch, gaps, ends, ops, reads, writes, rates, fixed, needs, back, found, seen, met, made, last_use,
-        replays, replay_ops, failure,
+        codes, epoch, starts, ends, targets, makers, ops, reads, writes, synchronous, back, found, seen, met, made,
+        last_use, memory, replays, replay_ops, failure,
     )  # fmt: skip
-    if failure[0] == OK:
+    if failure[0] == OK and len(times) > 0:
         _releases(
-            codes, gaps, ticks, by_start, by_end, rates, replays, back, release, copied, reused, queue, done,
-            following, lists, times, waiting,
+            codes, ahead, out_ns, in_ns, firsts, after_compute, after_host, issue, events, synchronous,
+            rates[RATE_SHARE], replays, back, release, fetch, copied, reused, queue, done, following, lists, times,
+            waiting, latest,
         )  # fmt: skip
-        _fetches(codes, ahead, gaps, back, release, fetch, following, times, waiting)
-        _emit(codes, gaps, back, release, fetch, reused, lists, offsets, instructions)
+        _fetches(in_ns, release, fetch, following, times, latest)
+        _emit(codes, starts, ends, back, release, fetch, reused, lists, offsets, instructions)
     return used
 
 
 @_compiled
 def run_program(
-    offsets: Ints32, instructions: Ints32, replays: Ints, limit: int, gaps: Ints, ticks: Ints, rates: Floats,
-    done: Ints, peaks: Ints,
+    offsets: Words, instructions: Words, replays: Ints, limit: int, sizes: Ints, out_ns: Ints, in_ns: Ints,
+    after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, rates: Floats, done: Ints,
+    peaks: Ints,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """(nanoseconds, peak bytes, bytes above the limit summed over ticks) of a program; `peaks` has each tick's peak.
-
-    This is `simulate()` and `check_schedule()` without their records.
-    """
+    """See run()."""
     synchronous, latency, share = rates[RATE_SYNCHRONOUS] > 0.0, int(rates[RATE_LATENCY]), rates[RATE_SHARE]
-    out_free = in_free = absent = compute = host = 0
-    highest = excess = position = 0
+    zero: Any = np.int64(0)  # as above
+    compute = host = out_free = in_free = zero
+    absent = highest = excess = 0
     for tick in range(len(peaks)):
-        row = tick * TICK
-        compute, host = _advance(compute, host, ticks[row + COMPUTE], ticks[row + HOST], ticks[row + ISSUE])
-        level, peak = ticks[row + LEVEL], 0
-        while position < offsets[tick + 1]:
+        compute, host = _advance(compute, host, after_compute[tick], after_host[tick], issue[tick])
+        level, peak = levels[tick], 0
+        for position in range(offsets[tick], offsets[tick + 1]):
             kind, gap = instructions[position] & KIND_MASK, instructions[position] >> KIND_BITS
-            position += 1
-            at = gap * GAP
-            nbytes = gaps[at + NBYTES]
+            nbytes = sizes[gap]
             if kind == SWAP_OUT:
                 start = max(out_free, compute)
-                ns = _copy_ns(
-                    nbytes, start, in_free, gaps[at + OUT_NS], rates[RATE_OUT], rates[RATE_DUPLEX_OUT], latency
-                )
-                out_free = start + ns
-                done[gap] = out_free
+                ns = _copy_ns(nbytes, start, in_free, out_ns[gap], rates[RATE_OUT], rates[RATE_DUPLEX_OUT], latency)
+                done[gap] = out_free = start + ns
                 if share > 0.0:
                     compute += int(ns * share)
             elif kind == RELEASE:
@@ -621,9 +658,8 @@ def run_program(
                 absent += nbytes
             elif kind == PREFETCH:
                 start = max(in_free, compute)  # the copy out is over: compute waited for it at the release
-                ns = _copy_ns(nbytes, start, out_free, gaps[at + IN_NS], rates[RATE_IN], rates[RATE_DUPLEX_IN], latency)
-                in_free = start + ns
-                done[gap] = in_free
+                ns = _copy_ns(nbytes, start, out_free, in_ns[gap], rates[RATE_IN], rates[RATE_DUPLEX_IN], latency)
+                done[gap] = in_free = start + ns
                 if share > 0.0:
                     compute += int(ns * share)
                 absent -= nbytes
@@ -633,17 +669,19 @@ def run_program(
             else:
                 if synchronous:
                     host = max(host, compute)
-                at = gap * ROW
-                peak = max(peak, level - absent + replays[at + REPLAY_PEAK])
-                compute, host = _advance(compute, host, replays[at + COMPUTE], replays[at + HOST], replays[at + ISSUE])
+                row = gap * ROW
+                peak = max(peak, level - absent + replays[row + PEAK])
+                compute, host = _advance(
+                    compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE]
+                )
                 absent -= nbytes
                 peak = max(peak, level - absent)
         if synchronous:
             host = max(host, compute)
-        peak = max(peak, ticks[row + PEAK] - absent)
+        peak = max(peak, tops[tick] - absent)
         peaks[tick] = peak
         highest = max(highest, peak)
         excess += max(0, peak - limit)
-    row = len(peaks) * TICK
-    compute, host = _advance(compute, host, ticks[row + COMPUTE], ticks[row + HOST], ticks[row + ISSUE])
+    last = len(peaks)
+    compute, host = _advance(compute, host, after_compute[last], after_host[last], issue[last])
     return compute, highest, excess

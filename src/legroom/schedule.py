@@ -137,11 +137,11 @@ def lower(trace: Trace, plan: Plan, hardware: Hardware) -> Schedule:
     tables = tabulate(trace, hardware)
     packed = kernels.pack(tables)
     codes, ahead = codes_of(plan.decisions)
-    codes = kernels.possible_codes(codes, tables)
+    codes = kernels.possible_codes(codes, packed)
     room = len(trace.ops)
     while True:
         program = kernels.empty_program(packed, replay_room=room)
-        used = kernels.lower_codes(codes, ahead, 1, *packed, *kernels.scratch(packed, tables), *program)
+        used = kernels.lower(codes, ahead, 1, packed, kernels.scratch(tables), program)
         if used <= room:
             break
         room = used  # replays run the same ops many times over; now it is known how many
@@ -152,7 +152,7 @@ def lower(trace: Trace, plan: Plan, hardware: Hardware) -> Schedule:
 
 def _instructions(trace: Trace, program: kernels.Program) -> Iterator[Instruction]:
     gaps = trace.gaps
-    plain = (SwapOut, Release, Drop, Prefetch, Await)  # as numbered in kernels
+    plain = (SwapOut, Prefetch, Release, Await, Drop)  # as numbered in kernels
     for tick in range(len(trace.ticks)):
         for instruction in program.instructions[program.offsets[tick] : program.offsets[tick + 1]].tolist():
             kind, gap = instruction & kernels.KIND_MASK, instruction >> kernels.KIND_BITS

@@ -1,4 +1,4 @@
-"""A trace and a machine as integer arrays, for the compiled kernels. Rows are addressed by the column names below.
+"""A trace and a machine as integer arrays. Rows are addressed by the column names below; `kernels.pack` takes it on.
 
 Times are integer nanoseconds. A copy's length is a product of two doubles cut to an integer, never a sum of products,
 so that compiled code and plain Python cannot differ by a fused multiply-add.
@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float64]
 
 NEVER = 2**62  # later than any op and any time; also the cost of what cannot be done
 
-# Columns. Compiled kernels freeze these numbers, and their cache looks at kernels.py only: touch that file after a
-# change. A gap's G_FIRST is the first gap of the same storage: it stands for the storage where a number is needed.
-# G_VALUE is what stands in it, -1 if no op knows it; G_OUT and G_IN are the nanoseconds of its copies, undisturbed.
+# Columns. Not for compiled code, whose cache looks at kernels.py only. A gap's G_FIRST is the first gap of the same
+# storage: it stands for the storage where a number is needed. G_VALUE is what stands in it, -1 if no op knows it; G_OUT
+# and G_IN are the nanoseconds of its copies, undisturbed.
 G_STORAGE, G_START, G_END, G_VALUE, G_BYTES, G_FIRST, G_OUT, G_IN, G_COLUMNS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 # A value stands in memory from tick V_FROM to V_UNTIL (both inclusive), where gaps V_FIRST .. V_STOP - 1 do not take it
 # out.
@@ -38,8 +38,6 @@ R_OUT, R_IN, R_DUPLEX_OUT, R_DUPLEX_IN, R_SHARE, R_LATENCY, R_SYNCHRONOUS, R_COU
 
 
 class Tables(NamedTuple):
-    """Plain arrays only: this is what the kernels take."""
-
     gaps: Ints
     values: Ints
     ops: Ints
@@ -47,7 +45,6 @@ class Tables(NamedTuple):
     writes: Ints  # rows (value id, id of the value written over, or -1)
     ticks: Ints
     segments: Ints  # row 0 is the head, row t + 1 is segment t
-    order: Ints  # row 0: gaps by start, row 1: gaps by end
     rates: Floats
 
 
@@ -102,7 +99,6 @@ def tabulate(trace: Trace, hardware: Hardware) -> Tables:
         writes=writes,
         ticks=_rows([(tick.level_bytes, tick.peak_bytes) for tick in trace.ticks], 2),
         segments=_rows(segments, 3),
-        order=np.stack([np.argsort(gaps[:, G_START], kind="stable"), np.argsort(gaps[:, G_END], kind="stable")]),
         rates=speeds,
     )
 

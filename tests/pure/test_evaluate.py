@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -83,6 +86,41 @@ def test_no_plan_is_below_the_floor(data: st.DataObject) -> None:
     assert check_schedule(trace, schedule) >= floor_bytes(trace)
     every = make_plan(trace, (Swap(when="sync"),) * len(trace.gaps))
     assert check_schedule(trace, lower(trace, every, hardware)) == floor_bytes(trace)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_an_evaluator_remembers_changes_nothing(data: st.DataObject) -> None:
+    trace = data.draw(traces(most_ops=40))
+    hardware = data.draw(hardwares())
+    evaluator = Evaluator(trace, hardware)
+    codes = np.zeros(evaluator.gaps, np.int8)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for _ in range(40):  # as planners do: one gap changes, the others stay
+        if evaluator.gaps:
+            gap = rng.integers(evaluator.gaps)
+            before, codes[gap] = codes[gap], rng.choice((KEEP, OVERLAP, SYNC, RECOMPUTE, RECOMPUTE, RECOMPUTE))
+            if evaluator.judge(codes, 5000) == IMPOSSIBLE:
+                codes[gap] = before
+        fresh = Evaluator(trace, hardware)
+        assert evaluator.judge(codes, 5000) == fresh.judge(codes, 5000)
+        assert evaluator.curve().tolist() == fresh.curve().tolist()
+
+
+def test_compiled_code_counts_no_references() -> None:
+    """Where numba drops or renames the option, results stay right, and lowering takes twice as long."""
+    assert "_nrt" in kernels._OPTIONS
+
+
+def test_compiled_code_depends_on_no_constant_of_another_file() -> None:
+    """The cache of a compiled function does not see other files change."""
+    names = {name for name in vars(kernels) if isinstance(vars(kernels)[name], numba.core.dispatcher.Dispatcher)}
+    assert {"lower_codes", "run_program"} <= names
+    tree = ast.parse(Path(kernels.__file__).read_text(encoding="utf-8"))
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for function in (vars(kernels)[name].py_func for name in names):
+        used = set(function.__code__.co_names) - {"np", "int64"}
+        assert used - set(dir(builtins)) <= assigned | names
 
 
 @pytest.mark.parametrize("ticks", [0, 2])

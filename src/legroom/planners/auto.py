@@ -30,7 +30,7 @@ _STARTS = {"all actions": _ACTIONS, "swaps": (OVERLAP, SYNC), "replays": (RECOMP
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    evaluations: int = 6000  # of the whole search; at 500 gaps one takes 60 to 150 µs on an ARM server core
+    evaluations: int = 6000  # of the whole search; at 500 gaps one takes 20 to 60 µs on an ARM server core
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         search = _Search(Evaluator(trace, hardware), budget_bytes, self.evaluations)
