@@ -47,7 +47,7 @@ class View:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version: int = tensor._version
-        self.moved_to: int | None = None  # the version an in-place write had brought it to when it was evicted
+        self.moved_to: tuple[int, str] | None = None  # version and type, where it was written in place before it left
 
     def check(self) -> None:
         """Plain PyTorch's check, which saved-tensor hooks switch off."""
@@ -55,7 +55,7 @@ class View:
             if self.tensor._version != self.version:
                 raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
         elif self.moved_to is not None:
-            raise modified_in_place(str(self.dtype), list(self.size), self.moved_to, self.version)
+            raise modified_in_place(self.moved_to[1], list(self.size), self.moved_to[0], self.version)
 
     def let_go(self) -> None:
         """Remember the layout and release the tensor."""
@@ -70,7 +70,7 @@ class View:
         )
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
         if tensor._version != self.version:
-            self.moved_to = tensor._version
+            self.moved_to = tensor._version, tensor.type()
         self.tensor = None
 
     def over(self, base: torch.Tensor) -> torch.Tensor:
@@ -331,4 +331,5 @@ def saved_elsewhere(tensor: Any) -> bool:
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         or tensor.layout is not torch.strided
         or tensor.is_quantized
+        or tensor._is_zerotensor()  # zeros that autograd made without memory
     )
