@@ -42,8 +42,6 @@ def limits(name: str) -> tuple[int, int]:
         floor, peak = max(floor, legroom.floor_bytes(trace)), max(peak, trace.peak_bytes)
     if not case.steady:
         floor += floor // 20  # which gradients stand from the step before differs from run to run
-    gc.collect()
-    gc.freeze()  # transformers leaves 0.2 s of work to every collection; nothing of it is ours
     return floor, peak
 
 

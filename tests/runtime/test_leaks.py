@@ -61,9 +61,6 @@ def budget() -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def _load_code() -> None:
-    train(*build())
-    gc.collect()
-    gc.freeze()  # what was imported makes every collection slow; tensors of other tests leave the count with it
     budget()
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import OPTIMIZER, Log, mark, profiler_is_free
 from legroom.curve import Curve, read_curve
@@ -96,7 +97,8 @@ class ShelteredStep:
 
     def _optimizer_begins(self) -> None:
         assert self.recorder is not None
-        self.recorder.compare_lasting()
+        with no_dispatch():
+            self.recorder.compare_lasting()
         self.recorder.phase = "optimizer"
         with mark(OPTIMIZER):
             pass
