@@ -98,10 +98,9 @@ def limits() -> tuple[int, int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _load_code() -> None:
-    """Everything that a first step imports, taken out of the garbage collector's sight: it makes collections slow."""
-    limits()
+    """Before any test has a model of its own alive."""
     gc.collect()
-    gc.freeze()
+    limits()
 
 
 def budget_at(share: float) -> int:

@@ -32,8 +32,6 @@ MARK = "the step that counts"
 def _load_code() -> None:
     """Everything that a first step imports makes collections slow: taken out of the collector's sight, once."""
     limits(ZOO["mlp"]())
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -295,6 +295,17 @@ def resized_tensor() -> tuple[dict[str, Tensor], Step]:
     return {"w": w}, step
 
 
+def grown_in_place() -> tuple[dict[str, Tensor], Step]:
+    """addbmm_ makes what it writes larger: putting back the bytes it had is not enough to run it again."""
+    w = number(0, 1).requires_grad_()
+
+    def step(index: int) -> Tensor:
+        grown = (w * 2).addbmm_(number(1, 3, 64, 8), number(2, 3, 8, 128))
+        return (grown * grown).sum()
+
+    return {"w": w}, step
+
+
 # Writes that PyTorch sees
 
 
@@ -455,6 +466,7 @@ PROGRAMS: dict[str, tuple[Program, str]] = {  # and the reason that the report m
     "numpy noise": (numpy_noise, ""),
     "resized storage": (resized_storage, ""),
     "resized tensor": (resized_tensor, ""),
+    "grown in place": (grown_in_place, ""),
     "batch norm": (batch_norm, ""),
     "batch norm evaluated first": (batch_norm_evaluated_first(1), ""),
     "batch norm evaluated first, at a distance": (batch_norm_evaluated_first(3), ""),

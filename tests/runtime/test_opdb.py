@@ -8,7 +8,6 @@ second time, says nothing about a replay.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -62,8 +61,6 @@ def operators() -> tuple[Any, ...]:
         # Importing it forbids the whole process to set flags such as torch.backends.mkldnn.enabled.
         patch.setattr(torch.backends, "disable_global_flags", lambda: None)
         database = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
-    gc.collect()
-    gc.freeze()  # half a second of every collection otherwise; nothing of it is a tensor
     return tuple(op for op in database if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu"))
 
 
@@ -161,16 +158,33 @@ def stir(byte: int) -> None:
     del blocks
 
 
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def repeats(sample: Sample) -> list[Digest] | None:
-    """What plain PyTorch gives; None where it gives an error, or something else the second time."""
+    """What plain PyTorch gives; None where it gives an error, or something else another time or under a mode.
+
+    PyTorch asks whether a mode is on, and takes other formulas then: the residuals of a complex lstsq get other bits.
+    """
     try:
         first = sample.train()
-        stir(0x00)
-        second = sample.train()
-        stir(0x7F)
-        return first if first == second == sample.train() else None
+        with Nothing():
+            outputs = sample.forward()
+        if [digest(dense(t)) for t in outputs] != first[: len(outputs)]:
+            return None
+        return first if is_steady(sample, first) else None
     except Exception:
         return None
+
+
+def is_steady(sample: Sample, expected: list[Digest]) -> bool:
+    for byte in (0x00, 0x01, 0x7F, 0xFF):
+        stir(byte)
+        if sample.train() != expected:
+            return False
+    return True
 
 
 # The whole runtime
@@ -215,8 +229,9 @@ class Tally:
             self.check(batch[:half], expected[:half])
             self.check(batch[half:], expected[half:])
             return
-        self.wrong += faults
-        if report is None:
+        if faults and all(is_steady(batch[0], expected[0]) for _ in range(8)):
+            self.wrong += faults
+        if faults or report is None:
             return
         self.ops |= {sample.op for sample in batch}
         self.samples += len(batch)

@@ -133,9 +133,9 @@ def limits(train: Train, steps: int = 1) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _load_code() -> None:
-    limits(usual)
+    """Before any test has a model of its own alive."""
     gc.collect()
-    gc.freeze()  # what was imported makes every collection slow, and holds no tensor
+    limits(usual)
 
 
 @pytest.fixture(autouse=True)

@@ -252,17 +252,19 @@ class Recorder:
             copies = {i: self.device.copy_out(flat) for i, flat in enumerate(flats) if not garbage[i]}
             for _, copy in copies.values():
                 copy.wait()
+        before = [_shape(t) for t in written]
         with mark(PROOF):
             result = func(*args, **kwargs)
             first = _digests_of(self.device, whole)
         outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in {f.untyped_storage()._cdata for f in flats}]
-        if fresh:
+        reshaped = before != [_shape(t) for t in written]
+        if fresh or reshaped:
             with mark(STANDS):
                 pass
             for host, _ in copies.values():
                 host.drop()
-            return result, "writes in place and makes new tensors"
+            return result, "changes the size of what it writes" if reshaped else "writes in place and makes new tensors"
         with mark(OWN), no_dispatch():
             for i, flat in enumerate(flats):
                 if garbage[i]:
@@ -393,6 +395,10 @@ def _flats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """All bytes behind each tensor; once where several share a storage."""
     once = {t.untyped_storage()._cdata: t for t in tensors if t.untyped_storage().nbytes()}
     return [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in once.values()]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.size(), tensor.stride(), tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
 
 
 def _scramble(tensors: list[torch.Tensor]) -> None:
