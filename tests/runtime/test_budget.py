@@ -30,7 +30,7 @@ MARK = "the step that counts"
 
 @pytest.fixture(autouse=True, scope="module")
 def _load_code() -> None:
-    """Everything that a first step imports makes collections slow: taken out of the collector's sight, once."""
+    """Before any test has a model of its own alive."""
     limits(ZOO["mlp"]())
 
 
