@@ -46,8 +46,6 @@ def _storage(number: int, seen: SeenStorage, census: Census) -> Storage:
     kind: Kind = "activation" if seen.packed else "temporary"
     if seen.lasting:
         kind = census.kinds[seen.first_key]
-    elif seen.gradient:
-        kind = "gradient"
     gaps = tuple(seen.gaps or ())
     return Storage(
         id=number,

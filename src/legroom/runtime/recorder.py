@@ -55,7 +55,6 @@ class SeenStorage:
     held: bool = False
     gap_version: int = 0
     gaps: list[tuple[int, int]] | None = None
-    gradient: bool = False
 
 
 @dataclass(slots=True)
