@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.evaluate import KEEP, OVERLAP, SYNC, Evaluator, floor_bytes
+from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Op, Phase, Storage, Tick, Trace, Value, validate
 from legroom.kernels import Codes
@@ -186,7 +186,8 @@ def vectors(gaps: int) -> dict[str, list[Codes]]:
     rng = np.random.default_rng(0)
     plain = {"all keep": KEEP, "overlap": OVERLAP, "sync": SYNC}
     same = {name: [np.full(gaps, code, np.int8)] * MIXES for name, code in plain.items()}
-    return same | {"random mix": [rng.integers(0, 4, gaps).astype(np.int8) for _ in range(MIXES)]}
+    mixes = {"random mix": (KEEP, OVERLAP, SYNC, RECOMPUTE), "with sharing": (KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)}
+    return same | {name: [rng.choice(m, gaps).astype(np.int8) for _ in range(MIXES)] for name, m in mixes.items()}
 
 
 def evaluation(gaps: int, repeats: int) -> list[dict[str, Any]]:
@@ -268,13 +269,13 @@ def main() -> None:
     results: dict[str, Any] = {"conditions": conditions(), "compilation": compilation()}
     print(f"compilation: {results['compilation']['cold_seconds']} s, from the cache: ", end="")
     print(f"{results['compilation']['warm_seconds']} s")
-    print(f"\n{'gaps':>6} {'ticks':>6}  {'plan':<11} {'lower µs':>9} {'run µs':>9} {'evaluate µs':>12}")
+    print(f"\n{'gaps':>6} {'ticks':>6}  {'plan':<12} {'lower µs':>9} {'run µs':>9} {'evaluate µs':>12}")
     results["evaluation"] = []
     for gaps in (int(text) for text in arguments.gaps.split(",")):
         rows = evaluation(gaps, arguments.repeats)
         results["evaluation"] += rows
         for r in rows:
-            print(f"{r['gaps']:>6} {r['ticks']:>6}  {r['plan']:<11} {r['lower']:>9} {r['run']:>9} {r['evaluate']:>12}")
+            print(f"{r['gaps']:>6} {r['ticks']:>6}  {r['plan']:<12} {r['lower']:>9} {r['run']:>9} {r['evaluate']:>12}")
     print(f"\n{'gaps':>6} {'budget':>7} {'planning s':>11} {'step ms':>9}")
     results["planning"] = planning(500)
     for row in results["planning"]:

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from legroom import kernels
+from legroom import kernels, packing
 from legroom.errors import BudgetError
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
-from legroom.kernels import KEEP, OVERLAP, RECOMPUTE, SYNC, Codes, Program
+from legroom.kernels import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Codes
+from legroom.packing import Program
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 from legroom.tables import NEVER, Ints, tabulate
 from legroom.units import format_bytes
 
-__all__ = ["IMPOSSIBLE", "KEEP", "OVERLAP", "RECOMPUTE", "SYNC", "Evaluator", "floor_bytes"]
+__all__ = ["IMPOSSIBLE", "KEEP", "OVERLAP", "RECOMPUTE", "SHARED", "SYNC", "Evaluator", "floor_bytes"]
 
 IMPOSSIBLE = (NEVER, NEVER, NEVER)  # what a plan costs that asks for an impossible replay
 
-_DECISIONS: dict[int, Decision] = {KEEP: Keep(), OVERLAP: Swap(), SYNC: Swap(when="sync"), RECOMPUTE: Recompute()}
+_DECISIONS: dict[int, Decision] = {
+    KEEP: Keep(),
+    OVERLAP: Swap(),
+    SYNC: Swap(when="sync"),
+    RECOMPUTE: Recompute(),
+    SHARED: Recompute(share=True),
+}
 
 
 class Evaluator:
@@ -33,11 +40,11 @@ class Evaluator:
         self.trace = trace
         self.tables = tabulate(trace, hardware)
         self.gaps = len(self.tables.gaps)
-        self._packed = kernels.pack(self.tables)
-        self._scratch = kernels.scratch(self.tables)
-        self._program = kernels.empty_program(self._packed)
+        self._packed = packing.pack(self.tables)
+        self._scratch = packing.scratch(self.tables)
+        self._program = packing.empty_program(self._packed)
         self._ahead = np.zeros(self.gaps, np.int64)
-        self._possible = kernels.possible_codes(np.ones(self.gaps, np.int8), self._packed)
+        self._possible = packing.possible_codes(np.ones(self.gaps, np.int8), self._packed)
         self._codes = np.zeros(self.gaps, np.int8)
         self._epoch = 0
 
@@ -51,7 +58,7 @@ class Evaluator:
 
     def lowered(self, codes: Codes) -> Program:
         """The program of these codes, to run more than once."""
-        return self._lower(codes, kernels.empty_program(self._packed))
+        return self._lower(codes, packing.empty_program(self._packed))
 
     def run(self, program: Program) -> tuple[int, int]:
         return self._run(program, NEVER)[:2]
@@ -77,13 +84,13 @@ class Evaluator:
     def _lower(self, codes: Codes, program: Program) -> Program:
         np.multiply(codes, self._possible, out=self._codes)
         self._epoch += 1
-        kernels.lower(self._codes, self._ahead, self._epoch, self._packed, self._scratch, program)
+        packing.lower(self._codes, self._ahead, self._epoch, self._packed, self._scratch, program)
         return program
 
     def _run(self, program: Program, limit: int) -> tuple[int, int, int]:
         if program.failure[0] != kernels.OK:
             return IMPOSSIBLE
-        nanoseconds, peak, excess = kernels.run(program, limit, self._packed, self._scratch)
+        nanoseconds, peak, excess = packing.run(program, limit, self._packed, self._scratch)
         # What is alive before the first tick is out of any plan's reach.
         head = self.trace.head_peak_bytes
         return nanoseconds, max(peak, head), excess + max(0, head - limit)

@@ -4,47 +4,52 @@
 runs it with `run_program`, which must agree to the nanosecond and the byte with `simulate()` and `check_schedule()`.
 
 All compiled functions are in this one file, and so are the constants they freeze: a cached function is not rebuilt when
-another file changes. They take flat arrays, which `pack` makes from the tables; row r of a table has its columns from
-r * (length of a row) on. They allocate nothing: every kind of allocation costs numba a third of a second of
-compilation, and without any, no references need be counted.
+another file changes. They take flat arrays, which `packing` makes from the tables and names; row r of a table has its
+columns from r * (length of a row) on. They allocate nothing: every kind of allocation costs numba a third of a second
+of compilation, and without any, no references need be counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba.core.registry import cpu_target
 
-from legroom import tables as t
-from legroom.tables import Floats, Ints, Tables
+from legroom.tables import Floats, Ints
 
 Codes = npt.NDArray[np.int8]
 Words = npt.NDArray[np.uint32]
 
-# Decision codes.
-KEEP, OVERLAP, SYNC, RECOMPUTE, AHEAD = 0, 1, 2, 3, 4
+# Decision codes. SHARED is a recomputation that stays once some replay has made it.
+KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED, AHEAD = 0, 1, 2, 3, 4, 5
 # Instruction codes: those that copy, those that wait or free, and replays. An instruction is gap << KIND_BITS | code.
 SWAP_OUT, PREFETCH, RELEASE, AWAIT, DROP, REPLAY, KIND_BITS, KIND_MASK = 0, 1, 2, 3, 4, 5, 3, 7
 # Why a recomputation is impossible.
 OK, NO_WRITER, NOT_REPLAYABLE = 0, 1, 2
 # Bit code * 2 + whether a gap ends: whether the model of the lanes must look at that (swaps start, replays end).
-MATTERS = 1 << OVERLAP * 2 | 1 << SYNC * 2 | 1 << AHEAD * 2 | 1 << RECOMPUTE * 2 + 1
+MATTERS = 1 << OVERLAP * 2 | 1 << SYNC * 2 | 1 << AHEAD * 2 | 1 << RECOMPUTE * 2 + 1 | 1 << SHARED * 2 + 1
+# What a replay does that makes the storage of a gap: nothing as it is in memory (or comes back by then); throw it away;
+# leave it in memory. REPLAYED is for those that are here since a replay of their own.
+HERE, ALONE, STAYS, REPLAYED = 0, 1, 2, 4
 
 # Columns, and the length of a row: ops, what they read (with all there is to know about the value), what they write.
-NS, ISSUE_NS, WORKSPACE, REPLAYABLE, READS, WRITES, ALONE, OP = 0, 1, 2, 3, 4, 5, 6, 8
+NS, ISSUE_NS, WORKSPACE, REPLAYABLE, READS, WRITES, BY_ITSELF, OP = 0, 1, 2, 3, 4, 5, 6, 8
 READ_VALUE, READ_FROM, READ_UNTIL, READ_FIRST, READ_STOP, READ_WRITER, READ_BYTES, READ = 0, 1, 2, 3, 4, 5, 6, 8
-WRITE_VALUE, WRITE_BEFORE, WRITE_BYTES, WRITE = 0, 1, 2, 4
-# Replays: what they do to the lanes and how far they take memory above the level at their start; where their ops are
-# in `replay_ops`, and how many.
-COMPUTE, HOST, ISSUE, PEAK, REPLAY_OP, REPLAY_OPS, ROW = 0, 1, 2, 3, 4, 5, 8
-# Replays remembered: as above; the number of gaps they read, and one (0: nothing here); which of these are recomputed
-# too, a bit for each; and these gaps, at most MOST_MET. Two for each gap: the one that meets no recomputed gap, which
-# is the most frequent in most plans, and the last of the others.
-MET, RECOMPUTED, FIRST_MET, MOST_MET, MEMORY = 4, 5, 6, 10, 16
+# The gaps of a value written are those that it stands in.
+WRITE_VALUE, WRITE_BEFORE, WRITE_BYTES, WRITE_FIRST, WRITE_STOP, WRITE = 0, 1, 2, 3, 4, 8
+# Replays: what they do to the lanes, how far they take memory above the level at their start, the bytes they leave
+# there; how many ops they have, where these are in `replay_ops`, and how many gaps follow them there, whose storages
+# stay.
+COMPUTE, HOST, ISSUE, PEAK, BYTES, OPS, REPLAY_OP, REPLAY_GAPS, ROW = 0, 1, 2, 3, 4, 5, 6, 7, 8
+# Replays remembered: as above up to OPS; the number of gaps they met, and one (0: nothing here), plus SOME_MET times
+# how many of these they read; what they do about each, two bits; and these gaps, at most MOST_MET, two in a word. Two
+# rows for each gap, small as they fill the cache: the one that meets nothing else that is away, which is the most
+# frequent in most plans, and the last of the others.
+MET, STATES, FIRST_MET, MOST_MET, SOME_MET, MEMORY = 6, 7, 8, 16, 256, 16
 # Rates.
 RATE_OUT, RATE_IN, RATE_DUPLEX_OUT, RATE_DUPLEX_IN, RATE_SHARE, RATE_LATENCY, RATE_SYNCHRONOUS = 0, 1, 2, 3, 4, 5, 6
 
@@ -52,158 +57,6 @@ FAR = 2**62  # later than any time
 # Ticks stand above, gaps below. `& LOW` also tells the compiler that an index is not negative, which spares it a test
 # for those that count from the end (a fifth of the time of lowering); so do arrays of words.
 TICKS, LOW = 2**32, 2**32 - 1
-
-
-class Packed(NamedTuple):
-    """The tables as the kernels take them."""
-
-    starts: Words  # gaps
-    ends: Words
-    sizes: Ints  # bytes
-    out_ns: Ints
-    in_ns: Ints
-    firsts: Words  # the first gap of the same storage
-    targets: Ints  # the value in it
-    makers: Ints  # the op that made that
-    after_compute: Ints  # ticks: what the segment before does to the lanes; the last is the end of the step
-    after_host: Ints
-    issue: Ints
-    levels: Ints
-    tops: Ints  # the peak with everything kept
-    ops: Ints  # one more than there are
-    reads: Ints
-    writes: Ints
-    # Where gaps start and end: tick << 32 | gap << 1 | whether it ends. In this order; within a tick starts first.
-    events: Ints
-    rates: Floats
-
-
-class Program(NamedTuple):
-    """A lowered plan. `failure` is (code, gap, op, value) where a replay is impossible; the rest is void then."""
-
-    offsets: Words  # instructions of tick t are offsets[t] .. offsets[t + 1] - 1
-    instructions: Words
-    replays: Ints  # a row for each gap: lane effect, peak above the level at its start, its ops in `replay_ops`
-    replay_ops: Ints  # as many as there is room for; lower_codes() returns how many there are
-    failure: Ints
-
-
-class Scratch(NamedTuple):
-    """Memory of the kernels. `seen`, `made` and `last_use` hold stamps, numbers that only grow: nothing is cleared."""
-
-    back: Words  # gap: the tick at which its storage must be back
-    release: Ints  # gap: the tick at which it is freed, -1 for not at all
-    fetch: Words  # gap: the tick at which the copy back starts
-    copied: Ints  # first gap of a storage: whether the host has a copy
-    reused: Ints  # gap: whether it needs no copy out
-    queue: Ints
-    done: Ints  # when copies are over
-    following: Words  # gap: the next in the list of `latest`, and one
-    lists: Ints
-    times: Ints  # tick: when it is reached
-    waiting: Ints  # tick and one: nanoseconds of waiting for copies in; zero between calls
-    latest: Words  # tick: the last gap fetched for it, and one; zero between calls
-    found: Words
-    seen: Ints  # op
-    met: Words
-    made: Ints  # value
-    last_use: Ints  # value
-    memory: Ints  # gap
-    peaks: Ints  # tick
-
-
-def pack(tables: Tables) -> Packed:
-    gaps, values = tables.gaps, tables.values
-    starts, ends, firsts = (gaps[:, c].astype(np.uint32) for c in (t.G_START, t.G_END, t.G_FIRST))
-    sizes, out_ns, in_ns, targets = (gaps[:, c].copy() for c in (t.G_BYTES, t.G_OUT, t.G_IN, t.G_VALUE))
-    after_compute, after_host, issue = (tables.segments[:, c].copy() for c in (t.X_COMPUTE, t.X_HOST, t.X_ISSUE))
-    costs = (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE, t.O_REPLAYABLE, t.O_READS, t.O_WRITES, t.O_ALONE)
-    about = (t.V_FROM, t.V_UNTIL, t.V_FIRST, t.V_STOP, t.V_WRITER, t.V_BYTES)
-    speeds = (t.R_OUT, t.R_IN, t.R_DUPLEX_OUT, t.R_DUPLEX_IN, t.R_SHARE, t.R_LATENCY, t.R_SYNCHRONOUS)
-    return Packed(
-        starts=starts,
-        ends=ends,
-        sizes=sizes,
-        out_ns=out_ns,
-        in_ns=in_ns,
-        firsts=firsts,
-        targets=targets,
-        makers=np.append(values[:, t.V_WRITER], -1)[targets],  # a target of -1 has none
-        after_compute=after_compute,
-        after_host=after_host,
-        issue=issue,
-        levels=tables.ticks[:, t.T_LEVEL].copy(),
-        tops=tables.ticks[:, t.T_PEAK].copy(),
-        ops=_flat(tables.ops[:, costs], OP),
-        reads=_flat(np.column_stack([tables.reads, values[tables.reads][:, about]]), READ),
-        writes=_flat(np.column_stack([tables.writes, values[tables.writes[:, 0], t.V_BYTES]]), WRITE),
-        events=_events(gaps[:, t.G_START], gaps[:, t.G_END]),
-        rates=tables.rates[list(speeds)],
-    )
-
-
-def _events(starts: Ints, ends: Ints) -> Ints:
-    gaps = np.arange(len(starts))
-    order = np.lexsort((np.tile(gaps, 2), np.repeat([0, 1], len(gaps)), np.concatenate([starts, ends])))
-    return np.concatenate([starts << 32 | gaps << 1, ends << 32 | gaps << 1 | 1])[order]
-
-
-def _flat(table: Ints, length: int) -> Ints:
-    rows = np.zeros((len(table), length), np.int64)
-    rows[:, : table.shape[1]] = table
-    return rows.reshape(-1)
-
-
-def possible_codes(codes: Codes, packed: Packed) -> Codes:
-    """What can be done about a gap without a whole segment is nothing."""
-    return np.where(packed.starts < packed.ends, codes, np.int8(KEEP))
-
-
-def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
-    ticks, gaps = len(packed.levels), len(packed.ends)
-    return Program(
-        offsets=np.zeros(ticks + 2, np.uint32),
-        instructions=np.zeros(5 * gaps, np.uint32),
-        replays=np.zeros(gaps * ROW, np.int64),
-        replay_ops=np.zeros(replay_room, np.int64),
-        failure=np.zeros(4, np.int64),
-    )
-
-
-def scratch(tables: Tables) -> Scratch:
-    ticks, gaps, ops, values = len(tables.ticks), len(tables.gaps), len(tables.ops), len(tables.values)
-    sizes = {"lists": 7 * gaps, "waiting": ticks + 1, "met": len(tables.reads), "memory": 2 * gaps * MEMORY}
-    sizes |= dict.fromkeys(("times", "latest", "peaks"), ticks)
-    sizes |= dict.fromkeys(("found", "seen"), ops)
-    sizes |= dict.fromkeys(("made", "last_use"), values)
-    words = ("back", "fetch", "following", "latest", "found", "met")
-    arrays: dict[str, Any] = {
-        name: np.zeros(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
-    }
-    return Scratch(**arrays)
-
-
-def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, program: Program) -> int:
-    """Lower one decision code for each gap into a program, and return how many ops its replays have.
-
-    Replays remembered from an earlier call with the same scratch memory are not counted, and their ops are not listed.
-    `codes` are `possible_codes`; `ahead` is read for AHEAD only. `epoch` is above zero and above that of any call
-    before with the same scratch memory.
-    """
-    arrays: tuple[Any, ...] = (*packed, *work, *program)
-    return lower_codes(codes, ahead, epoch, *arrays)
-
-
-def run(program: Program, limit: int, packed: Packed, work: Scratch) -> tuple[int, int, int]:
-    """(nanoseconds, peak bytes, bytes above the limit summed over ticks) of a program; `peaks` has each tick's peak.
-
-    This is `simulate()` and `check_schedule()` without their records.
-    """
-    return run_program(
-        program.offsets, program.instructions, program.replays, limit, packed.sizes, packed.out_ns, packed.in_ns,
-        packed.after_compute, packed.after_host, packed.issue, packed.levels, packed.tops, packed.rates, work.done,
-        work.peaks,
-    )  # fmt: skip
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -255,23 +108,22 @@ def _copy_ns(
 
 @_inner
 def _close(
-    gap: int, stamp: int, codes: Codes, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Ints,
-    ops: Ints, reads: Ints, found: Words, seen: Ints, met: Words, last_use: Ints,
+    gap: int, tick: int, stamp: int, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints,
+    reads: Ints, back: Words, away: Words, found: Words, seen: Ints, met: Words, last_use: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Collect into `found`, in program order, the ops that bring the gap's storage back.
 
-    Returns how many, -1 where it is impossible; and the number of gaps in `met`, whose storages they read.
+    Returns how many, -1 where it is impossible; and the number of gaps in `met`, whose storages they read from memory.
     """
-    tick = ends[gap]
     value, writer, reader = targets[gap], makers[gap], -1
-    count = cursor = away = read = stop = 0
+    count = cursor = many = read = stop = 0
     use = stamp * (len(ops) // OP)  # uses by an earlier replay lie below
     missing = True
     while missing:
         if writer < 0 or not ops[writer * OP + REPLAYABLE]:
             failure[0] = NO_WRITER if writer < 0 else NOT_REPLAYABLE
             failure[1], failure[2], failure[3] = gap, writer if writer >= 0 else reader, value
-            return -1, away
+            return -1, many
         if seen[writer] != stamp:
             seen[writer] = stamp
             found[count] = writer
@@ -292,9 +144,13 @@ def _close(
                 for i in range(reads[row + READ_FIRST], reads[row + READ_STOP]):
                     other = i & LOW
                     if starts[other] <= tick <= ends[other]:  # gaps of a storage do not overlap: the only one
-                        missing = codes[other] == RECOMPUTE
-                        met[away & LOW] = other
-                        away += 1
+                        if starts[other] == tick:
+                            away[other] &= ALONE  # one that would stay does not go away in the first place
+                        missing = away[other] & (ALONE | STAYS) != HERE
+                        if not missing:
+                            met[many & LOW] = other
+                            many += 1
+                            back[other] = min(back[other], tick)
                         break
             read += READ
     # Found from the last op backwards, so reversed it is almost in order and insertion takes linear time.
@@ -308,13 +164,57 @@ def _close(
             found[j + 1] = found[j]
             j -= 1
         found[j + 1] = op
-    return count, away
+    return count, many
+
+
+@_inner
+def _stay(
+    row: int, tick: int, stamp: int, count: int, many: int, place: int, starts: Words, ends: Words, ops: Ints,
+    writes: Ints, back: Words, away: Words, found: Words, met: Words, last_use: Ints, replays: Ints, replay_ops: Ints,
+) -> tuple[int, int]:  # fmt: skip
+    """Let stay what the ops in `found` make and a gap wants; add to `met` the gaps of all they make.
+
+    What stays is listed in `replay_ops` from `place` on.
+
+    Returns the number of gaps in `met`, and what is done about each, two bits.
+    """
+    states = nbytes = stay = 0
+    forever = (stamp + 1) * (len(ops) // OP) - 1  # after any op of this replay
+    for i in range(count):
+        this = found[i] * OP
+        for write in range(ops[this + WRITES] * WRITE, ops[this + OP + WRITES] * WRITE, WRITE):
+            at = write & LOW
+            for j in range(writes[at + WRITE_FIRST], writes[at + WRITE_STOP]):
+                other = j & LOW
+                if starts[other] <= tick <= ends[other]:
+                    state = _state(other, tick, starts, away)
+                    states |= state << (many << 1 & 63)
+                    met[many & LOW] = other
+                    many += 1
+                    if state == STAYS:
+                        last_use[writes[at + WRITE_VALUE] & LOW] = forever
+                        nbytes += writes[at + WRITE_BYTES]
+                        back[other] = tick
+                        away[other] = HERE
+                        if place + stay < len(replay_ops):
+                            replay_ops[place + stay] = other
+                        stay += 1
+                    break
+    replays[row + BYTES], replays[row + REPLAY_GAPS] = nbytes, stay
+    return many, states
+
+
+@_inner
+def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
+    """What a replay at this tick does about a gap whose storage it makes; a gap that starts here has lost nothing."""
+    state: int = away[gap] & (ALONE | STAYS if starts[gap] < tick else ALONE)
+    return state
 
 
 @_inner
 def _replay(
-    gap: int, stamp: int, count: int, synchronous: bool, replays: Ints, targets: Ints, ops: Ints, reads: Ints,
-    writes: Ints, found: Words, made: Ints, last_use: Ints,
+    row: int, stamp: int, count: int, synchronous: bool, replays: Ints, ops: Ints, reads: Ints, writes: Ints,
+    found: Words, made: Ints, last_use: Ints,
 ) -> None:  # fmt: skip
     """What the ops in `found` do: the row of the replay."""
     compute, host, issued = 0, -FAR, 0
@@ -327,15 +227,13 @@ def _replay(
             issued += issue
             compute += ns
             host = max(host, issued) + ns
-    row = gap * ROW
     replays[row + COMPUTE], replays[row + HOST] = compute, host
     replays[row + ISSUE] = -1 if synchronous else issued
-    replays[row + REPLAY_OPS] = count
+    replays[row + OPS] = count
     if count == 1:  # nothing is made on the way
-        replays[row + PEAK] = ops[found[0] * OP + ALONE]
+        replays[row + PEAK] = ops[found[0] * OP + BY_ITSELF]
         return
     # How far above its start it takes memory: the walk of schedule.Replay.
-    target = targets[gap]
     extra = peak = 0
     use = stamp * (len(ops) // OP)
     for i in range(count):
@@ -356,7 +254,7 @@ def _replay(
                 extra -= reads[(read & LOW) + READ_BYTES]
         for write in range(first, stop, WRITE):
             value = writes[(write & LOW) + WRITE_VALUE] & LOW
-            if value == target or last_use[value] > now:
+            if last_use[value] > now:
                 made[value] = stamp
             else:
                 extra -= writes[(write & LOW) + WRITE_BYTES]
@@ -364,59 +262,71 @@ def _replay(
 
 
 @_inner
-def _recall(gap: int, codes: Codes, memory: Ints) -> int:
-    """Where a replay is remembered that holds for these codes, or -1."""
+def _recall(gap: int, tick: int, starts: Words, away: Words, memory: Ints) -> int:
+    """Where a replay is remembered that holds for what is away now, or -1."""
     for row in range(2 * gap * MEMORY, (2 * gap + 2) * MEMORY, MEMORY):
-        recomputed = 0
-        for i in range(memory[row + MET] - 1):
-            recomputed |= (codes[memory[row + FIRST_MET + i] & LOW] == RECOMPUTE) << i
-        if memory[row + MET] > 0 and recomputed == memory[row + RECOMPUTED]:
+        states = 0
+        for i in range((memory[row + MET] & SOME_MET - 1) - 1):
+            other = memory[row + FIRST_MET + (i >> 1)] >> ((i & 1) << 5) & LOW
+            states |= _state(other, tick, starts, away) << (i << 1)
+        if memory[row + MET] > 0 and states == memory[row + STATES]:
             return row
     return -1
 
 
 @_inner
 def _replays(
-    codes: Codes, epoch: int, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints, reads: Ints,
-    writes: Ints, synchronous: bool, back: Words, found: Words, seen: Ints, met: Words, made: Ints, last_use: Ints,
-    memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
+    epoch: int, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints, reads: Ints, writes: Ints,
+    by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, met: Words, made: Ints,
+    last_use: Ints, memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
-    """All replays; how many ops are in those not remembered. `back` becomes the tick by which each gap is over."""
+    """All replays; how much of `replay_ops` those need that are not remembered.
+
+    In the order in which they run, as one finds in memory what those before it have left there. `back` becomes the tick
+    by which each gap is over.
+    """
     used = 0
-    for gap in range(len(codes)):
-        if codes[gap] != RECOMPUTE:
+    for position in range(len(by_end)):
+        gap = by_end[position]
+        if away[gap] == HERE:
             continue
+        away[gap] = STAYS
         end, row = ends[gap], gap * ROW
-        known = _recall(gap, codes, memory)
+        known = _recall(gap, end, starts, away, memory)
         if known >= 0:
-            for i in range(memory[known + MET] - 1):
-                other = memory[known + FIRST_MET + i] & LOW
-                back[other] = min(back[other], end)
-            for i in range(PEAK + 1):
+            read, many = memory[known + MET] // SOME_MET, (memory[known + MET] & SOME_MET - 1) - 1
+            for i in range(many):
+                other = memory[known + FIRST_MET + (i >> 1)] >> ((i & 1) << 5) & LOW
+                if i < read or _state(other, end, starts, away) == STAYS:
+                    back[other] = min(back[other], end)
+                    away[other] &= ALONE | REPLAYED
+            for i in range(OPS + 1):
                 replays[row + i] = memory[known + i]
+            away[gap] = REPLAYED
             continue
-        stamp = epoch * len(codes) + gap
-        count, away = _close(
-            gap, stamp, codes, failure, starts, ends, targets, makers, ops, reads, found, seen, met, last_use
+        stamp = epoch * len(by_end) + position
+        count, read = _close(
+            gap, end, stamp, failure, starts, ends, targets, makers, ops, reads, back, away, found, seen, met, last_use
         )
         if count < 0:
             break
-        _replay(gap, stamp, count, synchronous, replays, targets, ops, reads, writes, found, made, last_use)
+        many, states = _stay(
+            row, end, stamp, count, read, used + count, starts, ends, ops, writes, back, away, found, met, last_use,
+            replays, replay_ops,
+        )  # fmt: skip
+        away[gap] = REPLAYED
+        _replay(row, stamp, count, synchronous, replays, ops, reads, writes, found, made, last_use)
         replays[row + REPLAY_OP] = used
         for i in range(min(count, len(replay_ops) - used)):
             replay_ops[used + i] = found[i]
-        used += count
-        recomputed = 0
-        for i in range(away):
-            back[met[i]] = min(back[met[i]], end)
-            recomputed |= (codes[met[i]] == RECOMPUTE) << (i & 63)
-        if away <= MOST_MET:
-            known = (2 * gap + (recomputed != 0)) * MEMORY
-            for i in range(PEAK + 1):
+        used += count + replays[row + REPLAY_GAPS]
+        if many <= MOST_MET:
+            known = (2 * gap + (states & states - 1 != 0)) * MEMORY
+            for i in range(OPS + 1):
                 memory[known + i] = replays[row + i]
-            memory[known + MET], memory[known + RECOMPUTED] = away + 1, recomputed
-            for i in range(away):
-                memory[known + FIRST_MET + i] = met[i]
+            memory[known + MET], memory[known + STATES] = many + 1 + read * SOME_MET, states
+            for i in range(0, many, 2):
+                memory[known + FIRST_MET + (i >> 1)] = met[i & LOW] + met[(i & LOW) + 1] * TICKS
     return used
 
 
@@ -444,9 +354,9 @@ def _call_back(
 @_inner
 def _releases(
     codes: Codes, ahead: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, after_compute: Ints, after_host: Ints,
-    issue: Ints, events: Ints, synchronous: bool, share: float, replays: Ints, back: Words, release: Ints, fetch: Words,
-    copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints,
-    latest: Words,
+    issue: Ints, events: Ints, synchronous: bool, share: float, replays: Ints, back: Words, away: Words, release: Ints,
+    fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words, lists: Ints, times: Ints,
+    waiting: Ints, latest: Words,
 ) -> None:  # fmt: skip
     """Model the step up to the fetches: when each tick is reached, and the first tick that finds each copy out done.
 
@@ -486,11 +396,13 @@ def _releases(
             break
         gap, tick = (event & LOW) >> 1, (event >> 32) & LOW
         if event & 1:  # a replay, after what is waited for at this tick
+            if away[gap] != REPLAYED:
+                continue
+            row = gap * ROW
             compute += waiting[tick + 1]
             waiting[tick + 1] = 0
             if synchronous:
                 host = max(host, compute)
-            row = gap * ROW
             compute, host = _advance(compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE])
         elif back[gap] > tick:
             sync = codes[gap] == SYNC
@@ -537,8 +449,8 @@ def _fetches(in_ns: Ints, release: Ints, fetch: Words, following: Words, times: 
 
 @_inner
 def _emit(
-    codes: Codes, starts: Words, ends: Words, back: Words, release: Ints, fetch: Words, reused: Ints, lists: Ints,
-    offsets: Words, instructions: Words,
+    codes: Codes, starts: Words, ends: Words, back: Words, away: Words, release: Ints, fetch: Words, reused: Ints,
+    lists: Ints, offsets: Words, instructions: Words,
 ) -> None:  # fmt: skip
     """The instructions by tick. Within a tick: free, copy out, free what waits, what is needed now, fetch ahead."""
     many = len(codes)
@@ -547,14 +459,16 @@ def _emit(
     free, out, wait, need, replay, early = 0, many, 2 * many, 3 * many, 5 * many, 6 * many
     for gap in range(many):
         this, start = gap << KIND_BITS, starts[gap]
-        if codes[gap] == RECOMPUTE:
+        if codes[gap] == RECOMPUTE or codes[gap] == SHARED:
             end = ends[gap]
+            gone = 1 if codes[gap] == RECOMPUTE or back[gap] > start else 0
+            again = 1 if away[gap] == REPLAYED else 0
             lists[free & LOW] = start * TICKS | this | DROP
             lists[replay & LOW] = end * TICKS | this | REPLAY
-            offsets[start + 2] += 1
-            offsets[end + 2] += 1
-            free += 1
-            replay += 1
+            offsets[start + 2] += gone
+            offsets[end + 2] += again
+            free += gone
+            replay += again
         elif release[gap] >= 0:
             end, at, freed = back[gap], fetch[gap], release[gap]
             if reused[gap]:
@@ -600,31 +514,32 @@ def lower_codes(
     codes: Codes, ahead: Ints, epoch: int,
     starts: Words, ends: Words, sizes: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, targets: Ints, makers: Ints,
     after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, ops: Ints, reads: Ints, writes: Ints,
-    events: Ints, rates: Floats,
-    back: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words,
-    lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints, met: Words, made: Ints,
-    last_use: Ints, memory: Ints, peaks: Ints,
+    events: Ints, by_end: Words, rates: Floats,
+    back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints,
+    following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints, met: Words,
+    made: Ints, last_use: Ints, memory: Ints, peaks: Ints,
     offsets: Words, instructions: Words, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
-    """See lower()."""
+    """See packing.lower()."""
     synchronous = rates[RATE_SYNCHRONOUS] > 0.0
     failure[0] = OK
     for gap in range(len(codes)):
         back[gap] = ends[gap]
         release[gap] = -1
         copied[gap] = reused[gap] = 0
+        away[gap] = (ALONE if codes[gap] == RECOMPUTE else HERE) | (STAYS if codes[gap] == SHARED else HERE)
     used = _replays(
-        codes, epoch, starts, ends, targets, makers, ops, reads, writes, synchronous, back, found, seen, met, made,
-        last_use, memory, replays, replay_ops, failure,
+        epoch, starts, ends, targets, makers, ops, reads, writes, by_end, synchronous, back, away, found, seen, met,
+        made, last_use, memory, replays, replay_ops, failure,
     )  # fmt: skip
     if failure[0] == OK and len(times) > 0:
         _releases(
             codes, ahead, out_ns, in_ns, firsts, after_compute, after_host, issue, events, synchronous,
-            rates[RATE_SHARE], replays, back, release, fetch, copied, reused, queue, done, following, lists, times,
-            waiting, latest,
+            rates[RATE_SHARE], replays, back, away, release, fetch, copied, reused, queue, done, following, lists,
+            times, waiting, latest,
         )  # fmt: skip
         _fetches(in_ns, release, fetch, following, times, latest)
-        _emit(codes, starts, ends, back, release, fetch, reused, lists, offsets, instructions)
+        _emit(codes, starts, ends, back, away, release, fetch, reused, lists, offsets, instructions)
     return used
 
 
@@ -634,7 +549,7 @@ def run_program(
     after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, rates: Floats, done: Ints,
     peaks: Ints,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """See run()."""
+    """See packing.run()."""
     synchronous, latency, share = rates[RATE_SYNCHRONOUS] > 0.0, int(rates[RATE_LATENCY]), rates[RATE_SHARE]
     zero: Any = np.int64(0)  # as above
     compute = host = out_free = in_free = zero
@@ -674,7 +589,7 @@ def run_program(
                 compute, host = _advance(
                     compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE]
                 )
-                absent -= nbytes
+                absent -= replays[row + BYTES]
                 peak = max(peak, level - absent)
         if synchronous:
             host = max(host, compute)

@@ -46,7 +46,12 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Free at the start of the gap, replay the ops that made it at its end."""
+    """Free at the start of the gap, replay the ops that made it at its end.
+
+    share: if a replay before that makes it on its way to something else, it stays in memory from then on.
+    """
+
+    share: bool = False
 
 
 Decision = Keep | Swap | Recompute
@@ -134,19 +139,21 @@ def _decision_to_dict(decision: Decision) -> dict[str, Any]:
             return {"do": "swap", "when": "ahead", "ahead": decision.ahead}
         case Swap():
             return {"do": "swap", "when": decision.when}
+        case Recompute(share=True):
+            return {"do": "recompute", "share": True}
         case Recompute():
             return {"do": "recompute"}
 
 
 def _decision_from(node: Node) -> Decision:
-    fields = node.fields("do", optional=("when", "ahead"))
+    fields = node.fields("do", optional=("when", "ahead", "share"))
     match fields["do"].one_of(("keep", "swap", "recompute")):
         case "keep":
             node.fields("do")
             return Keep()
         case "recompute":
-            node.fields("do")
-            return Recompute()
+            fields = node.fields("do", optional=("share",))
+            return Recompute(share="share" in fields and fields["share"].boolean())
     when = cast(When, node.fields("do", "when", optional=("ahead",))["when"].one_of(("overlap", "sync", "ahead")))
     if when != "ahead":
         node.fields("do", "when")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from legroom import kernels
+from legroom import kernels, packing
 from legroom.errors import PlanError
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace, Value
@@ -21,7 +21,7 @@ from legroom.jsonio import Node, dump, parse
 from legroom.plan import MOST_GAPS, Decision, Keep, Plan, Recompute, Swap, check_fits, signature
 from legroom.tables import Ints, tabulate, value_ids
 
-VERSION = 1
+VERSION = 2  # 1 had no `also`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,30 @@ class Await:
 class Replay:
     """Bring the storage back by running `ops` again, in the order given (which is program order).
 
+    Storages in `also` come back with it: they are away, and `ops` make them on the way. The targets are (storage, gap
+    version) of all of these; the last op writes that of `storage`.
+
     The walk, which simulator, proof and runtime follow alike. `made` holds the values this replay has made so far, each
     in memory of its own; "later" means by a later op of this replay.
 
     1. An op takes a value it reads from `made` if it is there, else from the storage itself, which then stands in
        memory with that very version.
     2. Before the op runs, each value it writes gets memory: a value of version 0 is allocated by the op; a value (s, n)
-       with n > 0 is written in place, over (s, n - 1). If that is in `made` and no later op reads it, its memory is
-       written over and (s, n - 1) leaves `made`. Else the op writes over a copy, made just before.
+       with n > 0 is written in place, over (s, n - 1). If that is in `made`, no target, and no later op reads it, its
+       memory is written over and (s, n - 1) leaves `made`. Else the op writes over a copy, made just before.
     3. Memory now stands at: level at the start + all of `made` + what step 2 allocated + the op's workspace.
-    4. When the op is done, values it read leave `made` and are freed unless a later op reads them. Then the values it
-       wrote enter `made`, except those that no later op reads and that are not the target: these are freed at once.
+    4. When the op is done, values it read leave `made` and are freed unless they are targets or a later op reads them.
+       Then the values it wrote enter `made`, except those that no later op reads and that are no target: these are
+       freed at once.
 
-    The target is (storage, gap version); the last op writes it. It alone is left in `made` at the end and becomes the
-    storage. No other storage changes.
+    The targets alone are left in `made` at the end, and become their storages. No other storage changes. A storage in
+    `also` is in memory from here on; nothing happens to it at the end of its gap.
     """
 
     tick: int
     storage: int
     ops: tuple[int, ...]
+    also: tuple[int, ...] = ()
 
 
 Instruction = SwapOut | Release | Drop | Prefetch | Await | Replay
@@ -122,7 +127,7 @@ def codes_of(decisions: tuple[Decision, ...]) -> tuple[npt.NDArray[np.int8], Int
             case Swap():
                 codes[index], ahead[index] = kernels.AHEAD, decision.ahead
             case Recompute():
-                codes[index] = kernels.RECOMPUTE
+                codes[index] = kernels.SHARED if decision.share else kernels.RECOMPUTE
     return codes, ahead
 
 
@@ -131,35 +136,45 @@ def lower(trace: Trace, plan: Plan, hardware: Hardware) -> Schedule:
 
     A swap that would leave no whole segment free is left out. A replay reads what stands in memory at its tick: a
     swapped storage it needs comes back by then and stays until its use, a recomputed one is replayed with it and thrown
-    away.
+    away, unless it is to be shared: then it stays too. One that is shared and needed at the very tick at which its gap
+    starts does not go away.
     """
     check_fits(trace, plan)
     tables = tabulate(trace, hardware)
-    packed = kernels.pack(tables)
+    packed = packing.pack(tables)
     codes, ahead = codes_of(plan.decisions)
-    codes = kernels.possible_codes(codes, packed)
+    codes = packing.possible_codes(codes, packed)
     room = len(trace.ops)
+    failure = None
     while True:
-        program = kernels.empty_program(packed, replay_room=room)
-        used = kernels.lower(codes, ahead, 1, packed, kernels.scratch(tables), program)
-        if used <= room:
+        program = packing.empty_program(packed, replay_room=room)
+        used = packing.lower(codes, ahead, 1, packed, packing.scratch(tables), program)
+        if program.failure[0] != kernels.OK:
+            # The last gap of a chain is replayed first, and fails for what is wrong with the first: look for that.
+            failure = program.failure
+            codes[failure[1] :] = kernels.KEEP
+        elif failure is not None:
+            raise PlanError(_why_impossible(trace, failure))
+        elif used <= room:
             break
-        room = used  # replays run the same ops many times over; now it is known how many
-    if program.failure[0] != kernels.OK:
-        raise PlanError(_why_impossible(trace, program.failure))
+        else:
+            room = used  # replays run the same ops many times over; now it is known how many
     return Schedule(tuple(_instructions(trace, program)), plan.trace_signature)
 
 
-def _instructions(trace: Trace, program: kernels.Program) -> Iterator[Instruction]:
+def _instructions(trace: Trace, program: packing.Program) -> Iterator[Instruction]:
     gaps = trace.gaps
     plain = (SwapOut, Prefetch, Release, Await, Drop)  # as numbered in kernels
     for tick in range(len(trace.ticks)):
         for instruction in program.instructions[program.offsets[tick] : program.offsets[tick + 1]].tolist():
             kind, gap = instruction & kernels.KIND_MASK, instruction >> kernels.KIND_BITS
             if kind == kernels.REPLAY:
-                row = gap * kernels.ROW
-                first, count = program.replays[row + kernels.REPLAY_OP], program.replays[row + kernels.REPLAY_OPS]
-                yield Replay(tick, gaps[gap].storage, tuple(program.replay_ops[first : first + count].tolist()))
+                row = program.replays[gap * kernels.ROW : (gap + 1) * kernels.ROW].tolist()
+                first = row[kernels.REPLAY_OP]
+                stop = first + row[kernels.OPS]
+                back = program.replay_ops[stop : stop + row[kernels.REPLAY_GAPS]].tolist()
+                also = tuple(sorted(gaps[other].storage for other in back if other != gap))
+                yield Replay(tick, gaps[gap].storage, tuple(program.replay_ops[first:stop].tolist()), also)
             else:
                 yield plain[kind](tick, gaps[gap].storage)
 
@@ -186,19 +201,21 @@ def _named(trace: Trace, storage: int) -> str:
 
 
 def to_json(schedule: Schedule) -> str:
-    rows: dict[str, list[Any]] = {"tick": [], "do": [], "storage": [], "ops": []}
+    rows: dict[str, list[Any]] = {"tick": [], "do": [], "storage": [], "ops": [], "also": []}
     for instruction in schedule.instructions:
         rows["tick"].append(instruction.tick)
         rows["do"].append(_NAMES[type(instruction)])
         rows["storage"].append(instruction.storage)
-        rows["ops"].append(list(instruction.ops) if isinstance(instruction, Replay) else [])
+        replay = instruction if isinstance(instruction, Replay) else None
+        rows["ops"].append(list(replay.ops) if replay else [])
+        rows["also"].append(list(replay.also) if replay else [])
     return dump("schedule", VERSION, {"trace_signature": schedule.trace_signature, "instructions": rows})
 
 
 def from_json(text: str) -> Schedule:
     fields = parse(text, kind="schedule", version=VERSION, error=PlanError).fields("trace_signature", "instructions")
     node = fields["instructions"]
-    rows = node.table("tick", "do", "storage", "ops")
+    rows = node.table("tick", "do", "storage", "ops", "also")
     if len(rows["tick"]) > 5 * MOST_GAPS:
         node.fail(f"expected at most {5 * MOST_GAPS} instructions, got {len(rows['tick'])}")
     instructions = tuple(_instruction_from(node, row, rows) for row in range(len(rows["tick"])))
@@ -208,11 +225,13 @@ def from_json(text: str) -> Schedule:
 def _instruction_from(node: Node, row: int, rows: dict[str, list[Any]]) -> Instruction:
     entry = {column: node.entry(row, column, values[row]) for column, values in rows.items()}
     do = entry["do"].one_of((*_KINDS, "replay"))
-    tick, storage, ops = entry["tick"].integer(), entry["storage"].integer(), entry["ops"].integers()
+    tick, storage = entry["tick"].integer(), entry["storage"].integer()
+    ops, also = entry["ops"].integers(), entry["also"].integers()
     if do == "replay":
-        return Replay(tick, storage, ops)
-    if ops:
-        entry["ops"].fail(f"expected none for {do}, got {len(ops)}")
+        return Replay(tick, storage, ops, also)
+    for name, found in (("ops", ops), ("also", also)):
+        if found:
+            entry[name].fail(f"expected none for {do}, got {len(found)}")
     return _KINDS[do](tick, storage)
 
 
@@ -309,19 +328,21 @@ class _Proof:
                 self._expect(storage, "awaited", place="coming")
                 self.place[storage] = "here"
             case Replay():
-                self._expect(storage, "replayed", place="away")
                 return self._replay(instruction)
         return 0
 
     def _replay(self, replay: Replay) -> int:
-        target = (replay.storage, self.trace.storages[replay.storage].gap_version)
         ops = [self._replayable(replay, op) for op in replay.ops]
-        if self.version[replay.storage] != target[1]:
-            stood = self.version[replay.storage]
-            self._fail(replay.storage, f"is replayed as version {target[1]}, but version {stood} stood in it")
+        targets = {self._target(storage) for storage in (replay.storage, *replay.also)}
+        target = (replay.storage, self.trace.storages[replay.storage].gap_version)
         if not ops or target not in ops[-1].writes or list(replay.ops) != sorted(set(replay.ops)):
             self._fail(replay.storage, f"is replayed by ops {replay.ops}, which do not end in the op that makes it")
-        last_read = {value: op.id for op in ops for value in op.reads}
+        if len(targets) != 1 + len(replay.also):
+            self._fail(replay.storage, f"is replayed with {replay.also}, in which a storage is named twice")
+        for storage, version in sorted(targets):
+            if not any((storage, version) in op.writes for op in ops):
+                self._fail(storage, f"is to come back by ops {replay.ops}, none of which makes it")
+        last_read = {value: op.id for op in ops for value in op.reads} | dict.fromkeys(targets, len(self.trace.ops))
         made: set[Value] = set()
         held = peak = 0
         for op in ops:
@@ -336,15 +357,27 @@ class _Proof:
                     held += self.trace.storages[storage].nbytes
             peak = max(peak, held + op.workspace_bytes)
             done = {value for value in op.reads if value in made and last_read[value] == op.id}
-            useless = {value for value in op.writes if value != target and last_read.get(value, -1) <= op.id}
+            useless = {value for value in op.writes if last_read.get(value, -1) <= op.id}
             made = (made | set(op.writes)) - done - useless
             held -= sum(self.trace.storages[storage].nbytes for storage, _ in done | useless)
-        assert made == {target}
-        assert held == self.trace.storages[replay.storage].nbytes
+        assert made == targets
+        assert held == sum(self.trace.storages[storage].nbytes for storage, _ in targets)
         peak += self._level()
-        self.place[replay.storage] = "here"
+        for storage, _ in targets:
+            self.place[storage] = "here"
         self.absent_bytes -= held
         return max(peak, self._level())
+
+    def _target(self, storage: int) -> Value:
+        """The value that comes back into a storage, which is away and was not written since."""
+        if not 0 <= storage < len(self.trace.storages):
+            self._fail(storage, "is not in the trace")
+        self._expect(storage, "replayed", place="away")
+        version = self.trace.storages[storage].gap_version
+        if self.version[storage] != version:
+            stood = self.version[storage]
+            self._fail(storage, f"is replayed as version {version}, but version {stood} stood in it")
+        return storage, version
 
     def _replayable(self, replay: Replay, op_id: int) -> Op:
         if not 0 <= op_id < self.issued:

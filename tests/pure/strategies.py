@@ -131,6 +131,8 @@ def random_decision(rng: random.Random) -> Decision:
             Swap(when="ahead", ahead=rng.randrange(0, 4)),
             Recompute(),
             Recompute(),
+            Recompute(share=True),
+            Recompute(share=True),
         )
     )
 
@@ -144,9 +146,13 @@ def traces(*, most_ops: int = 14) -> st.SearchStrategy[Trace]:
 
 
 def plans_for(trace: Trace) -> st.SearchStrategy[Plan]:
+    """Random decisions; now and then most of them are to share, as chains of these are seldom drawn otherwise."""
+
     def build(seed: int) -> Plan:
         rng = random.Random(seed)
-        return make_plan(trace, tuple(random_decision(rng) for _ in trace.gaps))
+        sharing = rng.choice((0.0, 0.0, 0.7))
+        decisions = (Recompute(share=True) if rng.random() < sharing else random_decision(rng) for _ in trace.gaps)
+        return make_plan(trace, tuple(decisions))
 
     return st.builds(build, st.integers(0, 2**32))
 

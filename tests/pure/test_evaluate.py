@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from legroom import kernels
 from legroom.errors import PlanError
-from legroom.evaluate import IMPOSSIBLE, KEEP, OVERLAP, RECOMPUTE, SYNC, Evaluator, floor_bytes
+from legroom.evaluate import IMPOSSIBLE, KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Tick
 from legroom.plan import Keep, Recompute, Swap
@@ -28,7 +28,13 @@ from legroom.simulate import simulate
 from tests.pure.strategies import hardwares, make_plan, make_trace, plans_for, traces
 from tests.pure.test_schedule import chain, lower_what_is_possible
 
-DECISIONS = {KEEP: Keep(), OVERLAP: Swap(), SYNC: Swap(when="sync"), RECOMPUTE: Recompute()}
+DECISIONS = {
+    KEEP: Keep(),
+    OVERLAP: Swap(),
+    SYNC: Swap(when="sync"),
+    RECOMPUTE: Recompute(),
+    SHARED: Recompute(share=True),
+}
 
 
 @given(st.data())
@@ -37,7 +43,7 @@ def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = data.draw(hardwares())
     plan, _ = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
-    codes = np.minimum(codes_of(plan.decisions)[0], RECOMPUTE)  # the evaluator's vectors have no "ahead"
+    codes = np.minimum(codes_of(plan.decisions)[0], SHARED)  # the evaluator's vectors have no "ahead"
     plan = make_plan(trace, tuple(DECISIONS[code] for code in codes.tolist()))
     plan, schedule = lower_what_is_possible(trace, plan, hardware)
     codes = codes_of(plan.decisions)[0]
@@ -57,7 +63,7 @@ def test_the_evaluator_says_impossible_where_lower_refuses(data: st.DataObject) 
     trace = data.draw(traces())
     hardware = PRESETS["h200"]
     codes = np.array(
-        data.draw(st.lists(st.integers(0, 3), min_size=len(trace.gaps), max_size=len(trace.gaps))), np.int8
+        data.draw(st.lists(st.integers(0, 4), min_size=len(trace.gaps), max_size=len(trace.gaps))), np.int8
     )
     evaluator = Evaluator(trace, hardware)
     try:
@@ -99,7 +105,8 @@ def test_what_an_evaluator_remembers_changes_nothing(data: st.DataObject) -> Non
     for _ in range(40):  # as planners do: one gap changes, the others stay
         if evaluator.gaps:
             gap = rng.integers(evaluator.gaps)
-            before, codes[gap] = codes[gap], rng.choice((KEEP, OVERLAP, SYNC, RECOMPUTE, RECOMPUTE, RECOMPUTE))
+            likely = (RECOMPUTE, RECOMPUTE, SHARED, SHARED, SHARED)
+            before, codes[gap] = codes[gap], rng.choice((KEEP, OVERLAP, SYNC, *likely))
             if evaluator.judge(codes, 5000) == IMPOSSIBLE:
                 codes[gap] = before
         fresh = Evaluator(trace, hardware)
@@ -148,7 +155,7 @@ def test_a_place_without_a_cache_still_compiles(tmp_path: Path) -> None:
     source = Path(kernels.__file__).parent
     target = tmp_path / "legroom"
     target.mkdir()
-    for name in ("tables", "kernels", "hardware", "ir", "errors", "jsonio", "units"):
+    for name in ("tables", "kernels", "packing", "hardware", "ir", "errors", "jsonio", "units"):
         (target / f"{name}.py").write_bytes((source / f"{name}.py").read_bytes())
     (target / "__init__.py").write_text("")
     (target / "__pycache__").write_text("a file where the folder should be stops even root")

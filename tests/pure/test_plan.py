@@ -13,12 +13,19 @@ from tests.pure.strategies import make_plan, make_trace, plans_for, traces
 
 
 def example() -> Plan:
-    decisions = (Keep(), Swap(), Swap(when="sync"), Swap(when="ahead", ahead=3), Recompute())
+    decisions = (Keep(), Swap(), Swap(when="sync"), Swap(when="ahead", ahead=3), Recompute(), Recompute(share=True))
     return Plan(decisions, "0123456789abcdef", "auto", 2**33, 2**32, 0.125, ("a note",))
 
 
 def test_a_plan_survives_json() -> None:
     assert from_json(to_json(example())) == example()
+
+
+def test_a_recomputation_is_alone_unless_its_file_says_otherwise() -> None:
+    text = to_json(example())
+    assert '{"do":"recompute"}' in text
+    other = text.replace('{"do":"recompute"}', '{"do":"recompute","share":false}')
+    assert from_json(other) == example()
 
 
 @given(st.data())
@@ -46,6 +53,9 @@ def test_random_plans_survive_json(data: st.DataObject) -> None:
         ({"decisions": [{"do": "swap", "when": "sync", "ahead": 1}]}, "ahead"),
         ({"decisions": [{"do": "swap", "when": "ahead", "ahead": -1}]}, "plan.decisions[0].ahead"),
         ({"decisions": [{"do": "keep", "when": "sync"}]}, "when"),
+        ({"decisions": [{"do": "keep", "share": True}]}, "share"),
+        ({"decisions": [{"do": "swap", "when": "sync", "share": True}]}, "share"),
+        ({"decisions": [{"do": "recompute", "share": 1}]}, "plan.decisions[0].share"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_field(change: dict[str, object], field: str) -> None:

@@ -74,8 +74,23 @@ def test_a_free_swap_is_preferred_to_a_replay() -> None:
 def test_a_replay_is_preferred_to_a_slow_link() -> None:
     slow = dataclasses.replace(LINK, out_bytes_per_second=1e6, in_bytes_per_second=1e6)
     plan = PLANNERS["auto"](chain(8), slow, 7000)
-    assert set(plan.decisions) == {Keep(), Recompute()}
+    assert set(plan.decisions) == {Keep(), Recompute(share=True)}
     assert round(plan.predicted_seconds * 1e6) == 18
+
+
+@pytest.mark.parametrize("every", [3, 4, 5])
+def test_auto_is_as_good_as_checkpoints(every: int) -> None:
+    """Keeping every third and recomputing what lies between once is in its reach, and found."""
+    trace = chain(21)
+    slow = dataclasses.replace(LINK, out_bytes_per_second=1e6, in_bytes_per_second=1e6)
+    decisions = tuple(Keep() if i % every == 0 else Recompute(share=True) for i in range(1, 21))
+    schedule = lower(trace, make_plan(trace, decisions), slow)
+    budget = check_schedule(trace, schedule)
+    plan = PLANNERS["auto"](trace, slow, budget)
+    assert_honest(trace, slow, budget, plan)
+    assert plan.predicted_seconds <= simulate(trace, schedule, slow).seconds
+    alone = make_plan(trace, tuple(Keep() if d == Keep() else Recompute() for d in decisions))
+    assert plan.predicted_seconds < simulate(trace, alone, slow).seconds
 
 
 def test_more_evaluations_do_not_lose_feasibility() -> None:
@@ -93,7 +108,7 @@ def test_auto_is_deterministic() -> None:
 
 
 def all_plans(trace: Trace) -> list[Plan]:
-    choices = (Keep(), Swap(), Swap(when="sync"), Recompute())
+    choices = (Keep(), Swap(), Swap(when="sync"), Recompute(), Recompute(share=True))
     return [make_plan(trace, decisions) for decisions in product(choices, repeat=len(trace.gaps))]
 
 

@@ -128,6 +128,59 @@ def test_a_replay_of_a_chain_starts_at_what_is_there() -> None:
     ]
 
 
+def test_what_is_shared_stays_once_a_replay_has_made_it() -> None:
+    trace, share = chain(4), Recompute(share=True)
+    made = lowered(trace, share, share, share)
+    assert made == (Drop(1, 1), Drop(2, 2), Drop(3, 3), Replay(5, 3, (0, 1, 2), also=(1, 2)))
+    # x0 stands alone at first, then x1 to x3 beside it; each goes after its own use.
+    curve = memory_curve(trace, Schedule(made, signature(trace)))
+    assert curve[4:] == ((4, KB, KB), (5, 4 * KB, 4 * KB), (6, 3 * KB, 3 * KB), (7, 2 * KB, 2 * KB), (8, KB, KB))
+
+
+def test_what_is_not_shared_is_thrown_away_by_a_replay_that_others_share() -> None:
+    share = Recompute(share=True)
+    made = lowered(chain(4), Recompute(), share, share)
+    assert [i for i in made if isinstance(i, Replay)] == [Replay(5, 3, (0, 1, 2), also=(2,)), Replay(7, 1, (0,))]
+    made = lowered(chain(4), share, Recompute(), Recompute())
+    assert [i for i in made if isinstance(i, Replay)] == [Replay(5, 3, (0, 1, 2), also=(1,)), Replay(6, 2, (1,))]
+
+
+def test_what_is_shared_and_never_made_on_the_way_is_replayed_by_itself() -> None:
+    assert lowered(chain(4), Keep(), Keep(), Recompute(share=True)) == (Drop(3, 3), Replay(5, 3, (2,)))
+
+
+def test_outputs_of_one_op_come_back_together() -> None:
+    trace = two_outputs()
+    made = lowered(trace, Recompute(share=True), Recompute(share=True))
+    assert made == (Drop(1, 1), Drop(2, 2), Replay(4, 2, (0,), also=(1,)))
+    assert lowered(trace, Recompute(), Recompute())[2:] == (Replay(4, 2, (0,)), Replay(5, 1, (0,)))
+    assert lowered(trace, Keep(), Recompute(share=True))[1:] == (Replay(4, 2, (0,)),)
+
+
+def two_outputs() -> Trace:
+    """One op makes two storages, used one after the other."""
+    ops = [op(0, ((0, 0),), ((1, 0), (2, 0))), *(op(i, (), ()) for i in range(1, 6))]
+    storages = [storage(0, persistent=True), storage(1, gaps=((1, 5),)), storage(2, gaps=((2, 4),))]
+    return trace_of(storages, ops, list(range(6)))
+
+
+def test_what_a_replay_reads_where_its_own_gap_starts_does_not_go_away_if_shared() -> None:
+    ops = [op(0, ((0, 0),), ((1, 0),)), op(1, ((1, 0),), ((2, 0),)), *(op(i, (), ()) for i in range(2, 7))]
+    storages = [storage(0, persistent=True), storage(1, gaps=((1, 3), (4, 6))), storage(2, gaps=((2, 4),))]
+    trace = trace_of(storages, ops, list(range(7)))
+    made = lowered(trace, Keep(), Recompute(share=True), Recompute())
+    assert made == (Drop(2, 2), Replay(4, 2, (1,)))
+    made = lowered(trace, Keep(), Recompute(), Recompute())
+    assert made == (Drop(2, 2), Drop(4, 1), Replay(4, 2, (0, 1)), Replay(6, 1, (0,)))
+
+
+def test_what_stays_is_not_written_over_and_counts_to_the_end_of_the_replay() -> None:
+    trace = in_place_trace()
+    made = lowered(trace, Recompute(share=True), Recompute(share=True))
+    assert made == (Drop(3, 1), Drop(3, 2), Replay(5, 2, (0, 1, 2), also=(1,)))
+    assert memory_curve(trace, Schedule(made, signature(trace)))[5] == (5, 1110, 10 + 100 + 1000 + 5000)
+
+
 def test_a_swapped_storage_comes_back_for_a_replay_that_reads_it() -> None:
     made = lowered(chain(4), Keep(), Swap(when="sync"), Recompute())
     assert made == (SwapOut(2, 2), Release(2, 2), Drop(3, 3), Prefetch(5, 2), Await(5, 2), Replay(5, 3, (2,)))
@@ -264,6 +317,15 @@ BROKEN = {
         (SwapOut(2, 2), Release(2, 2), Drop(3, 3), Prefetch(5, 2), Replay(5, 3, (2,)), Await(6, 2)),
         "does not find (2, 0)",
     ),
+    "made too but here": ((Drop(3, 3), Replay(5, 3, (1, 2), (2,))), "storage 2 cannot be replayed: it is here"),
+    "made too by none": ((Drop(1, 1), Drop(3, 3), Replay(5, 3, (2,), (1,))), "storage 1 is to come back by ops (2,)"),
+    "made too, twice": ((Drop(2, 2), Drop(3, 3), Replay(5, 3, (1, 2), (2, 2))), "named twice"),
+    "made too, itself": ((Drop(3, 3), Replay(5, 3, (2,), (3,))), "named twice"),
+    "made too, unknown": ((Drop(3, 3), Replay(5, 3, (2,), (77,))), "storage 77 is not in the trace"),
+    "made too, then again": (
+        (Drop(2, 2), Drop(3, 3), Replay(5, 3, (1, 2), (2,)), Replay(6, 2, (1,))),
+        "storage 2 cannot be replayed: it is here",
+    ),
     "future op": ((Drop(3, 3), Replay(5, 3, (2, 9))), "has not run yet"),
     "ticks out of order": ((SwapOut(2, 1), SwapOut(1, 2)), "out of order"),
     "no such tick": ((SwapOut(99, 1),), "out of order or at no tick"),
@@ -333,7 +395,8 @@ def lower_what_is_possible(trace: Trace, plan: Plan, hardware: Hardware) -> tupl
 def test_damage_to_a_schedule_is_noticed(seed: int) -> None:
     """Leaving out any instruction but a SwapOut that nobody waits for breaks a sound schedule."""
     trace = make_trace(seed, forward=8)
-    plan = make_plan(trace, tuple((Swap(when="sync"), Recompute())[(seed + i) % 2] for i in range(len(trace.gaps))))
+    choices = (Swap(when="sync"), Recompute(share=seed % 3 == 0))
+    plan = make_plan(trace, tuple(choices[(seed + i) % 2] for i in range(len(trace.gaps))))
     _, schedule = lower_what_is_possible(trace, plan, PRESETS["h200"])
     for index in range(len(schedule.instructions)):
         rest = schedule.instructions[:index] + schedule.instructions[index + 1 :]
@@ -349,6 +412,7 @@ def test_damage_to_a_schedule_is_noticed(seed: int) -> None:
         ("storage", 1.5, "schedule.instructions[0].storage"),
         ("ops", [1], "schedule.instructions[0].ops"),
         ("ops", "x", "schedule.instructions[0].ops"),
+        ("also", [1], "schedule.instructions[0].also"),
     ],
 )
 def test_a_bad_schedule_file_is_refused(column: str, value: object, field: str) -> None:

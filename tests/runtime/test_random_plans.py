@@ -20,12 +20,13 @@ from tests.zoo import ZOO
 
 BUDGET_BYTES = 1 << 30  # far above any case: the plans are drawn, not needed
 
-# Weights of keep, swap and recompute: the two extremes, then mixtures, each with a seed of its own.
+# Weights of keep, swap, recompute and recompute with sharing: the extremes, then mixtures, each with its own seed.
 MIXTURES = {
-    "swap-all": (0, 1, 0),
-    "recompute-all": (0, 0, 1),
-    "even": (1, 1, 1),
-    "mostly-recompute": (1, 2, 6),
+    "swap-all": (0, 1, 0, 0),
+    "recompute-all": (0, 0, 1, 0),
+    "share-all": (0, 0, 0, 1),
+    "even": (1, 1, 1, 1),
+    "mostly-recompute": (1, 2, 3, 6),
 }
 MODELS = (
     "mlp",
@@ -56,35 +57,36 @@ def plain(name: str, steps: int) -> list[Snapshot]:
     return run_plain(ZOO[name](), steps)
 
 
-def random_planner(weights: tuple[int, int, int], seed: int) -> Callable[[Trace, Hardware, int], Plan]:
+def random_planner(weights: tuple[int, int, int, int], seed: int) -> Callable[[Trace, Hardware, int], Plan]:
     def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         chance = random.Random(seed)
         drawn = [draw(chance, weights, gap.end - gap.start) for gap in trace.gaps]
         swapped = tuple(Swap() if isinstance(decision, Recompute) else decision for decision in drawn)
         plan = Plan(swapped, signature(trace), "random", budget_bytes, 0, 0.0, ())
-        return admit(trace, plan, hardware, [gap for gap, d in enumerate(drawn) if isinstance(d, Recompute)])
+        return admit(trace, plan, hardware, {gap: d for gap, d in enumerate(drawn) if isinstance(d, Recompute)})
 
     return planner
 
 
-def draw(chance: random.Random, weights: tuple[int, int, int], ticks: int) -> Decision:
+def draw(chance: random.Random, weights: tuple[int, int, int, int], ticks: int) -> Decision:
     swaps = [Swap("overlap"), Swap("sync"), Swap("ahead", chance.randint(0, ticks))]
-    return chance.choices([Keep(), chance.choice(swaps), Recompute()], weights)[0]
+    return chance.choices([Keep(), chance.choice(swaps), Recompute(), Recompute(share=True)], weights)[0]
 
 
-def admit(trace: Trace, plan: Plan, hardware: Hardware, gaps: list[int]) -> Plan:
+def admit(trace: Trace, plan: Plan, hardware: Hardware, gaps: dict[int, Recompute]) -> Plan:
     """The plan with these gaps recomputed, except where lower() refuses: those stay as they are."""
     if not gaps:
         return plan
-    decisions = tuple(Recompute() if gap in gaps else decision for gap, decision in enumerate(plan.decisions))
+    decisions = tuple(gaps.get(gap, decision) for gap, decision in enumerate(plan.decisions))
     candidate = replace(plan, decisions=decisions)
     try:
         lower(trace, candidate, hardware)
     except PlanError:
         if len(gaps) == 1:
             return plan
-        half = len(gaps) // 2
-        return admit(trace, admit(trace, plan, hardware, gaps[:half]), hardware, gaps[half:])
+        first = dict([*gaps.items()][: len(gaps) // 2])
+        rest = {gap: decision for gap, decision in gaps.items() if gap not in first}
+        return admit(trace, admit(trace, plan, hardware, first), hardware, rest)
     return candidate
 
 

@@ -6,7 +6,6 @@ step is not the one that was planned for (another size, another order), the rest
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,14 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from legroom.alloclog import TICK, mark
 from legroom.ir import Trace
 from legroom.runtime.census import Census
-from legroom.runtime.device import HostCopy
-from legroom.runtime.lineage import Lineage, Made, tensors_in, written_arguments
+from legroom.runtime.checking import Check
+from legroom.runtime.lineage import Lineage, Made, form_of, tensors_in
 from legroom.runtime.replay import replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
-_NOTHING = contextlib.nullcontext()
+NOT_USED = "a replay gave other bits and was not used"
 
 
 class Program:
@@ -32,23 +31,25 @@ class Program:
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace = trace
-        self.at: list[tuple[Instruction, ...]] = [()] * (len(trace.ticks) + 1)
+        # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
+        self.at: list[tuple[Instruction, ...]] = [*[()] * len(trace.ticks), (Drop(-1, -1),)]
         grouped: dict[int, list[Instruction]] = {}
         for instruction in schedule.instructions:
             grouped.setdefault(instruction.tick, []).append(instruction)
         for tick, instructions in grouped.items():
             self.at[tick] = tuple(instructions)
-        # (kind, storage, bytes, whether it needs no entry). What could never be moved needs none. All else gets one,
-        # kept by the plan or not: if the step drifts it must be able to go.
+        # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
+        # else gets one, kept by the plan or not: if the step drifts it must be able to go.
         self.expected = [
-            (t.kind, t.storage, trace.storages[t.storage].nbytes, not trace.storages[t.storage].gaps)
+            (t.kind == "pack", t.storage, trace.storages[t.storage].nbytes, not trace.storages[t.storage].gaps)
             for t in trace.ticks
         ]
-        replayed = {op for i in schedule.instructions if isinstance(i, Replay) for op in i.ops}
+        replays = [i for i in schedule.instructions if isinstance(i, Replay)]
+        replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
         self.last_drop = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
-        self.replayed_storages = sorted({i.storage for i in schedule.instructions if isinstance(i, Replay)})
 
 
 class Executor:
@@ -77,39 +78,53 @@ class Executor:
         self.entries: dict[int, Entry] = {}
         self.late: list[int] = []
         self.check = check  # the storage whose replay is compared with the real bytes in this step; -1: none
-        self.checked: tuple[bytes, HostCopy] | None = None  # its digest and, should the replay fail, its bytes
+        self.checked: Check | None = None  # from its drop on
+        self.compared: Check | None = None  # from its replay on; its outcome may not be known yet
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
         self.reactive: Shelter | None = None
         self._last = len(program.expected)
+        self._at = program.at
+        self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
 
     # hooks
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
         """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
-        if not self.measured and not self.program.recorded:
-            return self._pack, self._unpack
-        return self._guarded_pack, self._guarded_unpack
+        if self.measured:
+            return self._measured_pack, self._measured_unpack
+        # Inside the engine no mode of ours is on, and what unpack does in forward it guards itself.
+        return self._guarded_pack if self.program.recorded else self._pack, self._unpack
 
-    def _guarded_pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
+    def _measured_pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        with no_dispatch(), mark(TICK):
             return self._pack(tensor)
 
-    def _guarded_unpack(self, packed: Handle | Kept) -> torch.Tensor:
-        with no_dispatch(), mark(TICK) if self.measured else _NOTHING:
+    def _measured_unpack(self, packed: Handle | Kept) -> torch.Tensor:
+        with no_dispatch(), mark(TICK):
             return self._unpack(packed)
 
+    def _guarded_pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        with no_dispatch():
+            return self._pack(tensor)
+
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        tick = self._begin_tick(None)
+        # The common way through is written out: three quarters of a million hooks run in an epoch of a thousand steps.
+        tick = self.tick
+        if self._busy or self._at[tick]:
+            self._begin_tick(None)
+        else:
+            self.tick = tick + 1
         if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
             return Kept(tensor, -1, self.generation)
         if self.reactive is None:
-            kind, number, nbytes, plain = self.program.expected[tick]
+            is_pack, number, nbytes, plain = self.program.expected[tick]
             storage = tensor.untyped_storage()
-            if kind == "pack" and nbytes == self.rounded(storage.nbytes()):
+            size = storage.nbytes()
+            if is_pack and (nbytes == size or nbytes == self.rounded(size)):
                 if plain:
                     return Kept(tensor, number, self.generation)
                 entry = self.ledger.entry_of(storage, number)
@@ -125,17 +140,20 @@ class Executor:
         return self.reactive.pack_at(tick, tensor)
 
     def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
-        if type(packed) is Kept:
-            tick = self._begin_tick(None)
-            if self.reactive is None:
-                self._expect_unpack(tick, packed)
-            return packed.unpack()
-        assert isinstance(packed, Handle)
-        entry = packed.entry
-        tick = self._begin_tick(entry)
+        tick = self.tick
+        entry = packed.entry if type(packed) is Handle else None
+        if self._busy or self._at[tick]:
+            self._begin_tick(entry)
+        else:
+            self.tick = tick + 1
         if self.reactive is None:
-            self._expect_unpack(tick, entry)
-        view = packed.view
+            owner: Entry | Kept = entry if entry is not None else packed  # type: ignore[assignment]
+            is_pack, number, _, _ = self.program.expected[tick]
+            if is_pack or (owner.number != number and owner.number != -1 and owner.generation == self.generation):
+                self._drift("backward went another way")
+        if entry is None:
+            return packed.unpack()  # type: ignore[union-attr]
+        view = packed.view  # type: ignore[union-attr]
         view.check()
         if entry.loading is not None:
             entry.finish_loading()
@@ -147,18 +165,13 @@ class Executor:
             assert entry.base is not None
             return view.over(entry.base)
 
-    def _expect_unpack(self, tick: int, owner: Entry | Kept) -> None:
-        kind, number, _, _ = self.program.expected[tick]
-        if kind != "unpack" or (owner.number not in (number, -1) and owner.generation == self.generation):
-            self._drift("backward went another way")
-
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
         if self.reactive is None and self.tick != self._last:
             self._drift("the step ended early")
         self.lineage.nodes.clear()
         if self.checked is not None:
-            self.checked[1].drop()
+            self.checked.drop()
             self.checked = None
 
     # instructions
@@ -176,9 +189,9 @@ class Executor:
             self.census.note_deaths()
         if self.late:
             self._release_late()
-        if self.program.at[tick]:
+        if self._at[tick]:
             with no_dispatch():
-                for instruction in self.program.at[tick]:
+                for instruction in self._at[tick]:
                     entry = self.entries.get(instruction.storage)
                     if entry is not None and entry.views:
                         self._do(instruction, entry)
@@ -193,7 +206,7 @@ class Executor:
                 if entry.host is not None and entry.exclusive():
                     entry.release()
                 elif entry.in_memory:
-                    self.late.append(instruction.storage)
+                    self._be_late(instruction.storage)
             case Drop():
                 self._drop(entry)
             case Prefetch():
@@ -205,13 +218,13 @@ class Executor:
                 entry.finish_loading()
             case Replay():
                 if not entry.in_memory:
-                    self._bring_back(entry)
+                    self._bring_back(entry, instruction.also)
 
     def _drop(self, entry: Entry) -> None:
         if not entry.in_memory:
             return
         if not entry.exclusive():
-            self.late.append(entry.number)
+            self._be_late(entry.number)
             return
         if entry.host is not None:
             entry.release()
@@ -221,9 +234,7 @@ class Executor:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
         elif entry.number == self.check:
-            host, copy = self.ledger.device.copy_out(entry.flat())
-            self.checked = self.ledger.device.digest(entry.flat().untyped_storage()), host
-            copy.wait()
+            self.checked = Check(self.ledger.device, entry.flat())
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -233,6 +244,11 @@ class Executor:
         if node is None or node.maker is None:
             return None
         return node.sources()
+
+    def _be_late(self, number: int) -> None:
+        """Something else still refers to a storage that should go: look again at every tick."""
+        self.late.append(number)
+        self._busy = True
 
     def _release_late(self) -> None:
         still: list[int] = []
@@ -247,31 +263,48 @@ class Executor:
             else:
                 still.append(number)
         self.late = still
+        self._busy = self.measured or bool(still)
 
-    def _bring_back(self, entry: Entry) -> None:
-        if entry.number == self.check and self.checked is not None and entry.node is not None:
-            self._check(entry)
-        else:
+    def _bring_back(self, entry: Entry, also: tuple[int, ...] = ()) -> None:
+        """From wherever its bytes can be had; `also` names storages to keep if a replay makes them on the way."""
+        if entry.host is not None or entry.node is None:
             bring_back(entry)
+            self._settle(entry)
+            return
+        others = [
+            other
+            for number in also
+            if (other := self.entries.get(number)) is not None and other.views and not other.in_memory
+            if other.host is None and other.node is not None
+        ]
+        nodes = [other.node for other in others if other.node is not None]
+        for back, tensor in zip((entry, *others), replay(entry.node, nodes), strict=True):
+            if tensor is not None:
+                self._came_back(back, tensor)
+
+    def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
+        check = self.checked
+        if check is not None and entry.number == self.check:
+            assert entry.node is not None
+            self.checked = None
+            if check.compare(tensor, replayed_ops(entry.node)):
+                self.mismatch = check.ops
+                self.fallbacks[NOT_USED] += 1
+                entry.host, check.host = check.host, None
+                entry.start_loading()
+                entry.finish_loading()
+            else:
+                entry.adopt(tensor)
+                self.compared = check
+            check.drop()
+        else:
+            entry.adopt(tensor)
+        self.ledger.unpin(entry)
+        self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
         if self.tick > self.program.last_drop.get(entry.number, -1):
             entry.settle()
-
-    def _check(self, entry: Entry) -> None:
-        """Hold one replay a step against the real bytes, which are on the host too this once."""
-        assert entry.node is not None and self.checked is not None
-        (digest, host), self.checked = self.checked, None
-        again = replay(entry.node)
-        if self.ledger.device.digest(again.untyped_storage()) == digest:
-            host.drop()
-            entry.adopt(again)
-        else:
-            self.mismatch = replayed_ops(entry.node)
-            self.fallbacks["a replay gave other bits and was not used"] += 1
-            del again
-            entry.host = host
-            entry.start_loading()
-            entry.finish_loading()
-        self.ledger.unpin(entry)
 
     # ops
 
@@ -309,6 +342,7 @@ class Executor:
 
     def _drift(self, why: str) -> None:
         self.fallbacks[f"drift: {why}"] += 1
+        self._busy = True
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
 
 
@@ -318,5 +352,5 @@ _writing: dict[Any, bool] = {}
 def _writes(func: Any) -> bool:
     found = _writing.get(func)
     if found is None:
-        found = _writing[func] = bool(written_arguments(func))
+        found = _writing[func] = bool(form_of(func).written)
     return found

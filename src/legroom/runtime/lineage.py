@@ -9,16 +9,17 @@ Replays run below autograd and autocast, with the generator state, grad mode and
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.errors import StepError
-from legroom.runtime.residency import Entry, Ledger, View
+from legroom.runtime.residency import Entry, Ledger, layout_of
 
 # Ops that write tensors their schema does not declare, and where: running means and variances. In training they
 # do not enter the result, so a replay hands in copies.
@@ -80,6 +81,7 @@ def tensors_in(args: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
+@functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments whose bytes the schema says an op writes; `t_()` and its like write none."""
     if torch.Tag.inplace_view in func.tags:
@@ -92,10 +94,11 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 class Node:
     """One value of this step."""
 
-    __slots__ = ("__weakref__", "entry", "maker", "output", "tensor", "version", "weak")
+    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "tensor", "version", "weak")
 
     def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
         self.weak = StorageWeakRef(tensor.untyped_storage())  # keeps the address from being handed out again
+        self.on_cpu = tensor.is_cpu
         self.maker = maker
         self.output = output  # which output of its maker; -1 - i: the i-th written argument
         self.entry: Entry | None = None
@@ -157,8 +160,7 @@ class Argument:
 
     def __init__(self, node: Node, tensor: torch.Tensor) -> None:
         self.node = node
-        self.layout = View(tensor)
-        self.layout.let_go()
+        self.layout = layout_of(tensor)
 
 
 class Blank:
@@ -181,6 +183,25 @@ def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list
     return value
 
 
+class Form(NamedTuple):
+    """What of an op is the same in every call."""
+
+    written: tuple[tuple[int, str], ...]
+    shape_only: bool
+    has_statistics: bool
+    seeded: bool
+
+
+@functools.cache
+def form_of(func: Any) -> Form:
+    return Form(
+        written=written_arguments(func),
+        shape_only=func.__name__.split(".")[0] in SHAPE_ONLY,
+        has_statistics=str(func) in HIDDEN_WRITES,
+        seeded=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
 class Made:
     """One recorded op, with all that is needed to run it again."""
 
@@ -197,21 +218,25 @@ class Made:
         self.order = order
         self.func = func
         self.inputs: list[Node] = []
-        if func.__name__.split(".")[0] in SHAPE_ONLY:
+        form = form_of(func)
+        if form.shape_only:
             args, kwargs = (), {}  # become_empty_like() will fill them in
-        statistics = hidden_writes(func, args)
+        inputs = self.inputs
+        # Running statistics do not enter the result: their bytes are not held for a replay.
+        blank = hidden_writes(func, args) if form.has_statistics else ()
         self.args = [
-            Blank(value) if any(value is s for s in statistics) else _reference(value, node_of, self.inputs)
+            Blank(value) if blank and any(value is s for s in blank) else _reference(value, node_of, inputs)
             for value in args
         ]
-        self.kwargs = {name: _reference(value, node_of, self.inputs) for name, value in kwargs.items()}
+        self.kwargs = {name: _reference(value, node_of, inputs) for name, value in kwargs.items()} if kwargs else kwargs
         self.grad = torch.is_grad_enabled()
-        self.threads = torch.get_num_threads()
-        generator = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        # The thread count changes bits of what the CPU computes; kernels elsewhere do not know of it.
+        on_cpu = any(node.on_cpu for node in inputs) or not inputs
+        self.threads = torch.get_num_threads() if on_cpu else None
         self.rng: RandomState | None = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.rng = RandomState(generator)
-        self.written = [i for i, _ in written_arguments(func) if i < len(args) and isinstance(args[i], torch.Tensor)]
+        if form.seeded:
+            self.rng = RandomState(next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None))
+        self.written = [i for i, _ in form.written if i < len(args) and isinstance(args[i], torch.Tensor)]
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default
@@ -252,7 +277,7 @@ class Lineage:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.nodes: dict[int, Node] = {}
-        self.leaves: weakref.WeakValueDictionary[int, Node] = weakref.WeakValueDictionary()
+        self.leaves: dict[int, weakref.ref[Node]] = {}  # not held: a leaf lives as long as an op that reads it
         self.copies_before_write = 0
 
     def node_of(self, tensor: torch.Tensor) -> Node:
@@ -270,7 +295,7 @@ class Lineage:
             node.entry, entry.node = entry, node
         else:
             node.hold(tensor)
-        self.leaves[key] = node
+        self.leaves[key] = weakref.ref(node)
         self.nodes[key] = node
         return node
 
@@ -284,7 +309,8 @@ class Lineage:
         """A leaf that replays read is about to be changed: keep its old bytes for them."""
         for tensor in written_tensors(func, args, kwargs):
             key = tensor.untyped_storage()._cdata
-            leaf = self.leaves.get(key)
+            known = self.leaves.get(key)
+            leaf = known() if known is not None else None
             if leaf is None:
                 continue
             holds = leaf.tensor is not None and leaf.tensor.untyped_storage()._cdata == key
@@ -311,7 +337,7 @@ class Lineage:
     def made(self, made: Made, result: Any, known: set[int]) -> None:
         """Give every fresh output its node. `known` are the arguments' storages; an output over one is a view."""
         outputs = result if isinstance(result, (list, tuple)) else (result,)
-        if made.func.__name__.split(".")[0] in SHAPE_ONLY:
+        if form_of(made.func).shape_only:
             made.become_empty_like(outputs[0])
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor):

@@ -7,30 +7,44 @@ changes was made here and is not read again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from legroom.errors import StepError
 from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, copy_of_bytes
+from legroom.runtime.residency import laid_out
 
 
-def replay(target: Node) -> torch.Tensor:
-    """The bytes of a value, made again; a flat tensor over its storage."""
+def replay(target: Node, also: Sequence[Node] = ()) -> list[torch.Tensor | None]:
+    """The bytes of a value, made again: a tensor over its storage; and those of other values, where they are made on
+    the way (None where they are not)."""
     order, outputs = _closure(target)
+    for node in also:
+        wanted = outputs.get(id(node.maker))
+        if wanted is not None and node not in wanted:
+            wanted.append(node)
     last_use: dict[int, int] = {}
     for i, made in enumerate(order):
         for node in made.inputs:
             last_use[id(node)] = i
-    last_use[id(target)] = len(order)
+    targets = (target, *also)
+    for node in targets:
+        last_use[id(node)] = len(order)
     at_hand: dict[int, torch.Tensor] = {}
-    for i, made in enumerate(order):
-        _run(made, i, outputs[id(made)], at_hand, last_use)
-        for node in made.inputs:
-            if last_use[id(node)] == i:
-                at_hand.pop(id(node), None)
-    tensor = at_hand.pop(id(target))
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    grad = torch.is_grad_enabled()
+    try:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            for i, made in enumerate(order):
+                torch._C._set_grad_enabled(made.grad)
+                _run(made, i, outputs[id(made)], at_hand, last_use)
+                for node in made.inputs:
+                    if last_use[id(node)] == i:
+                        at_hand.pop(id(node), None)
+    finally:
+        torch._C._set_grad_enabled(grad)
+    return [at_hand.pop(id(node), None) for node in targets]
 
 
 def replayed_ops(target: Node) -> list[str]:
@@ -70,21 +84,12 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
 def _run(
     made: Made, position: int, wanted: list[Node], at_hand: dict[int, torch.Tensor], last_use: dict[int, int]
 ) -> None:
-    replaced: dict[int, torch.Tensor] = {}
-    if made.written:
-        for node in {id(n): n for n in _written_nodes(made)}.values():
-            mine = at_hand.get(id(node))
-            if mine is not None and last_use[id(node)] == position:
-                replaced[id(node)] = mine
-            else:
-                source = mine if mine is not None else node.bytes_at_hand()
-                assert source is not None
-                replaced[id(node)] = copy_of_bytes(source)
-
-    args = [_value(argument, replaced, at_hand) for argument in made.args]
-    kwargs = {name: _value(argument, replaced, at_hand) for name, argument in made.kwargs.items()}
+    replaced = _to_write(made, position, at_hand, last_use) if made.written else {}
+    args: list[Any] = [_value(a, replaced, at_hand) if type(a) in _WITH_TENSORS else a for a in made.args]
+    kwargs = {name: _value(a, replaced, at_hand) for name, a in made.kwargs.items()} if made.kwargs else {}
     written = [args[i] for i in made.written if i < len(args)]
-    result = run_as_recorded(made, args, kwargs)
+    stateless = made.rng is None and made.threads is None
+    result = made.func(*args, **kwargs) if stateless else _run_in_state(made, args, kwargs)
     del args, kwargs
     results = result if isinstance(result, (list, tuple)) else (result,)
     for node in wanted:
@@ -92,19 +97,39 @@ def _run(
             at_hand[id(node)] = written[-1 - node.output] if node.output < 0 else results[node.output]
 
 
+def _to_write(
+    made: Made, position: int, at_hand: dict[int, torch.Tensor], last_use: dict[int, int]
+) -> dict[int, torch.Tensor]:
+    """What an in-place op may write: a copy, unless the value was made here and is not read again."""
+    replaced: dict[int, torch.Tensor] = {}
+    for node in {id(n): n for n in _written_nodes(made)}.values():
+        mine = at_hand.get(id(node))
+        if mine is not None and last_use[id(node)] == position:
+            replaced[id(node)] = mine
+        else:
+            source = mine if mine is not None else node.bytes_at_hand()
+            assert source is not None
+            replaced[id(node)] = copy_of_bytes(source)
+    return replaced
+
+
+_WITH_TENSORS = frozenset({Argument, Blank, list})
+
+
 def _value(argument: Any, replaced: dict[int, torch.Tensor], at_hand: dict[int, torch.Tensor]) -> Any:
     """An argument with its tensors put back. Not a closure, for the reason given at `lineage._reference`."""
-    if isinstance(argument, Argument):
+    if type(argument) is Argument:
         node = argument.node
-        for place in (replaced, at_hand):
-            if id(node) in place:
-                return argument.layout.over(place[id(node)])
-        held = node.bytes_at_hand()
+        held = replaced.get(id(node))
+        if held is None:
+            held = at_hand.get(id(node))
+        if held is None:
+            held = node.bytes_at_hand()
         assert held is not None
-        return argument.layout.over(held)
-    if isinstance(argument, Blank):
+        return laid_out(argument.layout, held)
+    if type(argument) is Blank:
         return torch.zeros(argument.size, dtype=argument.dtype, device=argument.device)
-    if isinstance(argument, list):
+    if type(argument) is list:
         return [_value(item, replaced, at_hand) for item in argument]
     return argument
 
@@ -115,30 +140,22 @@ def _written_nodes(made: Made) -> list[Node]:
     ]
 
 
-def run_as_recorded(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run one op below autograd and autocast, as it ran the first time, and leave no trace in the generators."""
+def _run_in_state(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """With the thread count and the generators of the first run, and no trace of it left in them."""
     threads = torch.get_num_threads()
     before: RandomState | None = None
     if made.rng is not None:
         before = made.rng.now()
         made.rng.restore()
-    if threads != made.threads:
+    if made.threads is not None and threads != made.threads:
         torch.set_num_threads(made.threads)
-    grad = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(made.grad)
     try:
-        with torch._C._AutoDispatchBelowAutograd(), _without_autocast():
-            return made.func(*args, **kwargs)
+        return made.func(*args, **kwargs)
     finally:
-        torch._C._set_grad_enabled(grad)
-        if threads != made.threads:
+        if made.threads is not None and threads != made.threads:
             torch.set_num_threads(threads)
         if before is not None:
             before.restore()
-
-
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
 def _autocast_keys() -> Any:

@@ -42,7 +42,7 @@ _ALONE = _count_of_sole_owner()
 class View:
     """How one saved tensor lies in its storage, and, while it is in memory, the tensor itself."""
 
-    __slots__ = ("conj", "dtype", "moved_to", "neg", "offset", "size", "stride", "tensor", "version")
+    __slots__ = ("layout", "moved_to", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
@@ -55,33 +55,56 @@ class View:
             if self.tensor._version != self.version:
                 raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
         elif self.moved_to is not None:
-            raise modified_in_place(self.moved_to[1], list(self.size), self.moved_to[0], self.version)
+            raise modified_in_place(self.moved_to[1], list(self.layout[1]), self.moved_to[0], self.version)
 
     def let_go(self) -> None:
         """Remember the layout and release the tensor."""
         tensor = self.tensor
         if tensor is None:
             return
-        self.dtype, self.size, self.stride, self.offset = (
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.storage_offset(),
-        )
-        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+        self.layout = layout_of(tensor)
         if tensor._version != self.version:
             self.moved_to = tensor._version, tensor.type()
         self.tensor = None
 
-    def over(self, base: torch.Tensor) -> torch.Tensor:
+    def over(self, held: torch.Tensor) -> torch.Tensor:
         """The same view of bytes that came back."""
-        view = torch.empty(0, dtype=self.dtype, device=base.device)
-        view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
-        if self.conj:
-            view = torch._C._conj(view) if hasattr(torch._C, "_conj") else view.conj()
-        if self.neg:
-            view = torch._neg_view(view)
-        return view
+        return laid_out(self.layout, held)
+
+
+# How a tensor lies in its storage: dtype, size, stride, offset, and whether it is to be conjugated and negated.
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any, bool, bool]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    dtype = tensor.dtype
+    return (
+        dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        dtype.is_complex and tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def laid_out(layout: Layout, held: torch.Tensor) -> torch.Tensor:
+    """A tensor with this layout over the storage of `held`; `held` itself where it lies so already."""
+    dtype, size, stride, offset, conj, neg = layout
+    if (
+        held.dtype is dtype
+        and held.size() == size
+        and held.stride() == stride
+        and held.storage_offset() == offset
+        and (dtype.is_complex and held.is_conj()) == conj
+        and held.is_neg() == neg
+    ):
+        return held
+    view = torch.empty(0, dtype=dtype, device=held.device)
+    view.set_(held.untyped_storage(), offset, size, stride)
+    if conj:
+        view = torch._C._conj(view) if hasattr(torch._C, "_conj") else view.conj()
+    return torch._neg_view(view) if neg else view
 
 
 class Entry:
@@ -163,18 +186,19 @@ class Entry:
             loading.wait()
 
     def adopt(self, base: torch.Tensor) -> None:
-        """Take bytes that came back, from the host or from a replay."""
+        """Take bytes that came back, from the host or from a replay: any tensor over all of the storage's life."""
         self.base = base
         self.key = storage_key(base)
         self.ledger.by_key[self.key] = self
 
     def flat(self) -> torch.Tensor:
         """All bytes as one tensor."""
-        if self.base is None:
-            tensor = next(view.tensor for view in self.views if view.tensor is not None)
+        base = self.base
+        if base is None or base.dtype is not torch.uint8 or base.dim() != 1 or base.numel() != self.nbytes:
+            held = base if base is not None else next(view.tensor for view in self.views if view.tensor is not None)
             with no_dispatch():
-                self.base = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        return self.base
+                self.base = base = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
+        return base
 
     def forget(self, view: View) -> None:
         """A handle is gone. With the last one the storage dies, unless a dropped entry is to be made from it."""

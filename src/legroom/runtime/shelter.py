@@ -163,7 +163,9 @@ def replay_entry(entry: Entry) -> None:
     from legroom.runtime.replay import replay
 
     assert entry.node is not None
-    entry.adopt(replay(entry.node))
+    (tensor,) = replay(entry.node)
+    assert tensor is not None
+    entry.adopt(tensor)
     entry.ledger.unpin(entry)
 
 
