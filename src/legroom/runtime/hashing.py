@@ -1,7 +1,8 @@
 """A digest of bytes on the GPU: 128 bits, no copy to the host but the two words of the result.
 
-Every 64-bit word is mixed with its position by splitmix64's finaliser, and the mixed words are summed modulo 2**64,
-twice with different seeds. Sums do not depend on the order in which blocks run, so the digest is deterministic.
+Every 64-bit word (the last filled up with zeros) is mixed with its position by splitmix64's finaliser, and the mixed
+words are summed modulo 2**64, twice with different seeds. Sums do not depend on the order in which blocks run, so the
+digest is deterministic.
 """
 
 from __future__ import annotations
@@ -22,18 +23,44 @@ _CHUNK_WORDS = 1 << 20
 
 
 def hash_bytes(storage: torch.UntypedStorage) -> bytes:
+    sums = _sums(storage.device).zero_()
+    _add_hash(storage, sums)
+    return struct.pack("<qqq", *sums.tolist(), storage.nbytes())
+
+
+class DeviceFingerprint:
+    """The same digest without waiting for the device: it is copied to pinned memory as soon as it is there."""
+
+    __slots__ = ("_event", "_nbytes", "_words")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        sums = _sums(storage.device).zero_()  # one place for all: copies out of it and new sums are in stream order
+        _add_hash(storage, sums)
+        self._nbytes = storage.nbytes()
+        self._words = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._words.copy_(sums, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event.query()
+
+    def value(self) -> bytes:
+        self._event.synchronize()
+        return struct.pack("<qqq", *self._words.tolist(), self._nbytes)
+
+
+def _add_hash(storage: torch.UntypedStorage, sums: torch.Tensor) -> None:
     nbytes = storage.nbytes()
     whole = nbytes // 8
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    sums = _sums(storage.device).zero_()
-    if whole:
-        words = flat[: whole * 8].view(torch.int64)
-        if triton is not None and storage.device.type == "cuda":
-            _hash_kernel[(triton.cdiv(whole, 4096),)](words, sums, whole, *_signed(), BLOCK=4096)
-        else:
-            _hash_reference(words, sums)
-    tail = bytes(flat[whole * 8 :].tolist())
-    return struct.pack("<qqq", *sums.tolist(), nbytes) + tail
+    if nbytes == 0:
+        return
+    words = flat[: whole * 8].view(torch.int64)
+    if triton is not None and storage.device.type == "cuda":
+        _hash_kernel[(triton.cdiv(whole + 1, 4096),)](words, flat, sums, whole, nbytes, *_signed(), BLOCK=4096)
+    else:
+        _hash_reference(words, flat[whole * 8 :], sums)
 
 
 @functools.cache
@@ -46,13 +73,18 @@ def _signed() -> tuple[int, ...]:
     return tuple(seed - (1 << 64) if seed >> 63 else seed for seed in _SEEDS)
 
 
-def _hash_reference(words: torch.Tensor, sums: torch.Tensor) -> None:
+def _hash_reference(words: torch.Tensor, tail: torch.Tensor, sums: torch.Tensor) -> None:
     """The same in torch, in chunks, so that it takes little memory beside what it reads."""
     for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS]
-        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=words.device)
-        for i, seed in enumerate(_signed()):
-            sums[i] += _mix(chunk ^ (position * _GOLDEN + seed)).sum()
+        _add_reference(words[start : start + _CHUNK_WORDS], start, sums)
+    shifts = torch.arange(0, 8 * tail.numel(), 8, dtype=torch.int64, device=tail.device)
+    _add_reference((tail.to(torch.int64) << shifts).sum().view(1), words.numel(), sums)
+
+
+def _add_reference(words: torch.Tensor, start: int, sums: torch.Tensor) -> None:
+    position = torch.arange(start, start + words.numel(), dtype=torch.int64, device=words.device)
+    for i, seed in enumerate(_signed()):
+        sums[i] += _mix(words ^ (position * _GOLDEN + seed)).sum()
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -69,15 +101,21 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _hash_kernel(words, sums, count, seed_0, seed_1, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _hash_kernel(  # type: ignore[no-untyped-def]
+        words, flat, sums, whole, nbytes, seed_0, seed_1, BLOCK: tl.constexpr
+    ):
         position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        inside = position < count
-        word = tl.load(words + position, mask=inside, other=0)
+        word = tl.load(words + position, mask=position < whole, other=0)
+        # What is left behind the last whole word makes a word of its own, filled up with zeros.
+        place = tl.arange(0, 8).to(tl.int64)
+        rest = tl.load(flat + whole * 8 + place, mask=whole * 8 + place < nbytes, other=0)
+        tail = tl.sum(rest.to(tl.int64) << (place * 8), axis=0)
+        word = tl.where(position == whole, tail, word)
         for i in tl.static_range(2):
             seed = seed_0 if i == 0 else seed_1
             x = (word ^ (position * -7046029254386353131 + seed)).to(tl.uint64, bitcast=True)
             x = (x ^ (x >> 30)) * 13787848793156543929
             x = (x ^ (x >> 27)) * 10723151780598845931
             x = x ^ (x >> 31)
-            total = tl.sum(tl.where(inside, x.to(tl.int64, bitcast=True), 0), axis=0)
+            total = tl.sum(tl.where(position <= whole, x.to(tl.int64, bitcast=True), 0), axis=0)
             tl.atomic_add(sums + i, total)

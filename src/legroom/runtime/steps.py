@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from dataclasses import dataclass
 
@@ -116,8 +117,6 @@ class ShelteredStep:
             if self.recorder is not None and not failed:
                 self.recorder.compare_lasting()
         finally:
-            if failed:
-                self.undo.forget()
             if self._log is not None:
                 if failed:
                     self._log.cancel()
@@ -162,6 +161,10 @@ class PlannedStep:
         if self._measure:
             self._log = setting.ledger.device.log(ops=False)
             self._log.start()
+        if gc.isenabled():
+            # What a step makes for itself dies with it; passes over it meanwhile took 5 to 9 ms of 165 on a GPU's host.
+            gc.disable()
+            self._stack.callback(gc.enable)
         handler = executor.op if self._program.recorded else None
         self._stack.enter_context(
             Interception(*executor.hooks(), handler=handler, entered=executor.backward_begins, left=_nothing)

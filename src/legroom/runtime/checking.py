@@ -1,0 +1,47 @@
+"""One replay a step, held against the real bytes.
+
+The CPU keeps the real bytes on the host until the replay, so a replay that gives others is found out in time and not
+used. A device with streams is not waited for: digests are compared there, and the outcome is read when it has
+arrived, some steps later. What was found wrong then has been used; it is counted, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from legroom.runtime.device import Device, Fingerprint, HostCopy
+
+
+class Check:
+    """The real bytes of one value, or their digest, from the drop to the replay."""
+
+    __slots__ = ("_after", "_before", "_device", "host", "ops")
+
+    def __init__(self, device: Device, flat: torch.Tensor) -> None:
+        self._device = device
+        self._before = device.fingerprint(flat.untyped_storage())
+        self._after: Fingerprint | None = None
+        self.ops: list[str] = []  # what the replay ran
+        self.host: HostCopy | None = None
+        if not device.answers_later:
+            self.host, copy = device.copy_out(flat)
+            copy.wait()
+
+    def compare(self, again: torch.Tensor, ops: list[str]) -> bool:
+        """Whether the replay is known to have given other bits."""
+        self.ops = ops
+        self._after = self._device.fingerprint(again.untyped_storage())
+        return not self._device.answers_later and not self.same()
+
+    def known(self) -> bool:
+        """Whether `same()` can be asked without waiting for the device."""
+        return self._after is not None and self._before.arrived() and self._after.arrived()
+
+    def same(self) -> bool:
+        assert self._after is not None
+        return self._before.value() == self._after.value()
+
+    def drop(self) -> None:
+        if self.host is not None:
+            self.host.drop()
+            self.host = None

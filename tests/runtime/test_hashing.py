@@ -1,0 +1,62 @@
+"""The digest of bytes: it tells bytes apart, and kernel and reference agree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.runtime.hashing import hash_bytes
+
+SIZES = [0, 1, 7, 8, 9, 4095 * 8, 4096 * 8, 4096 * 8 + 3, 100_003]
+
+
+def storage_of(data: bytes) -> torch.UntypedStorage:
+    return torch.tensor(list(data), dtype=torch.uint8).untyped_storage()
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+@settings(max_examples=200, deadline=None)
+def test_one_changed_bit_changes_it(data: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    other = bytearray(data)
+    other[bit // 8] ^= 1 << bit % 8
+    assert hash_bytes(storage_of(data)) == hash_bytes(storage_of(data))
+    assert hash_bytes(storage_of(data)) != hash_bytes(storage_of(bytes(other)))
+    assert hash_bytes(storage_of(data)) != hash_bytes(storage_of(data + b"\0"))
+
+
+@given(st.binary(min_size=9, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_order_counts(data: bytes) -> None:
+    turned = data[8:] + data[:8]
+    assert (hash_bytes(storage_of(data)) == hash_bytes(storage_of(turned))) == (data == turned)
+
+
+_INTERPRETED = """
+import torch, triton
+from legroom.runtime import hashing
+for nbytes in {sizes}:
+    flat = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    whole = nbytes // 8
+    sums = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    words = flat[: whole * 8].view(torch.int64)
+    hashing._hash_reference(words, flat[whole * 8 :], sums[0])
+    grid = (triton.cdiv(whole + 1, 4096),)
+    hashing._hash_kernel[grid](words, flat, sums[1], whole, nbytes, *hashing._signed(), BLOCK=4096)
+    assert torch.equal(*sums), (nbytes, sums)
+print("same")
+"""
+
+
+def test_the_kernel_agrees_with_the_reference() -> None:
+    pytest.importorskip("triton")
+    code = _INTERPRETED.format(sizes=SIZES[1:])
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.strip().startswith("same"), done.stderr
