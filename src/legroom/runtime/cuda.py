@@ -1,78 +1,83 @@
-"""The CUDA device: pinned host memory, two copy streams, and waits by event in program order.
+"""The CUDA device: pinned host memory with a file behind it, copy streams, and waits by event in program order.
 
 A copy out starts when the compute stream has reached the point where it was asked for; the source stays alive until
 `Release`, where the compute stream waits for the copy and the reference is dropped. A reload is allocated on the
 compute stream, so the order of instructions decides the peak whatever the clock says. `record_stream` is not used: it
 delays the reuse of memory by an amount nobody can plan with.
+
+What the pinned pool cannot take goes to a file, by threads that wait for their own copies. There `wait()` stops the
+host until the bytes have arrived, which is later than needed and right.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
+import mmap
+from collections.abc import Iterable
 
 import torch
 
 from legroom.alloclog import Log, SampledLog
-from legroom.runtime.device import Copy, HostCopy
-from legroom.runtime.hashing import hash_bytes
+from legroom.errors import DeviceError
+from legroom.runtime.device import Copy, FileCopy, Fingerprint, FutureCopy, HostCopy
+from legroom.runtime.hashing import DeviceFingerprint, hash_bytes
+from legroom.runtime.pinned import Buffer, PinnedPool, StagedFile, pages
+from legroom.runtime.spill import CLOSED, SpillFile
+from legroom.units import format_bytes
 
-_SLAB_BYTES = 2 * 1024 * 1024
+_LARGEST_PIECE_BYTES = 32 * 2**20  # on the way to and from the file; a disk gains nothing from larger ones
 
 
-class PinnedPool:
-    """Pinned buffers by size class. Getting pinned memory costs half a second a GiB and stops the device: keep it."""
+class PinnedMemory:
+    """Pages registered with the driver, for exactly as many bytes as asked for.
 
-    def __init__(self) -> None:
-        self._free: dict[int, deque[tuple[torch.Tensor, torch.cuda.Event | None]]] = {}
-        self.total_bytes = 0
+    Used on threads of its own only: a refusal stays behind as that thread's last CUDA error, and on the main thread the
+    next kernel launch would report it.
+    """
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        room = -(-nbytes // _SLAB_BYTES) * _SLAB_BYTES
-        free = self._free.get(room)
-        # A buffer given back may still be read by a copy that is under way; the oldest is the first to be done.
-        if free and ((busy := free[0][1]) is None or busy.query()):
-            return free.popleft()[0]
-        self.total_bytes += room
-        return torch.empty(room, dtype=torch.uint8, pin_memory=True)
+    event = torch.cuda.Event
 
-    def give_back(self, buffer: torch.Tensor, busy: torch.cuda.Event | None) -> None:
-        self._free.setdefault(buffer.numel(), deque()).append((buffer, busy))
+    def __init__(self, index: int) -> None:
+        self._index = index
 
-    def clear(self) -> None:
-        self._free.clear()
+    def get(self, nbytes: int) -> torch.Tensor:
+        try:
+            tensor = pages(nbytes)
+        except OSError as error:
+            raise DeviceError(f"no {format_bytes(nbytes)} of main memory could be had: {error.strerror}") from error
+        cudart = torch.cuda.cudart()
+        with torch.cuda.device(self._index):
+            status = cudart.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            raise DeviceError(
+                f"{format_bytes(nbytes)} of main memory could not be pinned: {cudart.cudaGetErrorString(status)}"
+            )
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class _PinnedCopy:
-    __slots__ = ("_pool", "buffer", "last_use", "written")
+    """Bytes in a pinned buffer, and the wait for the copy that last touched it."""
 
-    def __init__(self, pool: PinnedPool, buffer: torch.Tensor, written: torch.cuda.Event) -> None:
-        self._pool = pool
+    __slots__ = ("_device", "buffer")
+
+    def __init__(self, device: CudaDevice, buffer: Buffer) -> None:
+        self._device = device
         self.buffer = buffer
-        self.written = written
-        self.last_use = written
-
-    def drop(self) -> None:
-        self._pool.give_back(self.buffer, self.last_use)
-
-
-class _StreamCopy:
-    __slots__ = ("_event",)
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self.buffer.event.wait(torch.cuda.current_stream(self._device.index))
 
-    def done(self) -> bool:
-        return self._event.query()
+    def drop(self) -> None:
+        self._device.pool.give_back(self.buffer)
 
 
 @functools.cache
-def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Made once for the process: streams are a scarce thing and are never given back."""
-    return torch.cuda.Stream(index), torch.cuda.Stream(index)
+def _streams(index: int) -> tuple[torch.cuda.Stream, ...]:
+    """Out, in, and the same for the file. Made once for the process: streams are scarce and never given back."""
+    return tuple(torch.cuda.Stream(index) for _ in range(4))
 
 
 def _allocator_settings(text: str) -> None:
@@ -80,24 +85,51 @@ def _allocator_settings(text: str) -> None:
     (newer or torch.cuda.memory._set_allocator_settings)(text)
 
 
+def foreign_bytes(index: int) -> int:
+    """What of the device's memory this process's allocator does not hold and cannot get.
+
+    CUDA's own context, its libraries, and other processes: no cap counts them, and no budget can be met out of them.
+    """
+    free, total = torch.cuda.mem_get_info(index)
+    return total - free - torch.cuda.memory_reserved(index)
+
+
 class CudaDevice:
     """One GPU."""
 
     name = "cuda"
+    has_cap = True
+    answers_later = True
     granularity_bytes = 512
     smallest_swap_bytes = 1024 * 1024  # a 64 KiB copy reached 0.6 GB/s, a 1 MiB copy 49 of 55
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, host_budget_bytes: int, spill_dir: str | None = None) -> None:
+        """host_budget_bytes: pinned memory, at most; what does not fit goes to a file in spill_dir."""
         self.index = index
-        self.pool = PinnedPool()
-        self._out, self._in = _streams(index)
-        self._previous_fraction: float | None = None
+        piece_bytes = min(_LARGEST_PIECE_BYTES, host_budget_bytes // 4 // mmap.PAGESIZE * mmap.PAGESIZE)
+        if piece_bytes == 0:
+            raise DeviceError(
+                f"a host budget of {format_bytes(host_budget_bytes)} has no room for bytes on their way to the file; "
+                f"name at least {format_bytes(4 * mmap.PAGESIZE)}"
+            )
+        self.spill = SpillFile(spill_dir)
+        self.spilled_bytes = 0
+        memory = PinnedMemory(index)
+        self.pool = PinnedPool(memory, limit_bytes=host_budget_bytes - 2 * piece_bytes)
+        self._out, self._in, self._file_out, self._file_in = _streams(index)
+        self._staged = StagedFile(
+            self.spill,
+            memory,
+            piece_bytes=piece_bytes,
+            device=torch.device("cuda", index),
+            out=torch.cuda.stream(self._file_out),
+            into=torch.cuda.stream(self._file_in),
+        )
+        # One is enough: a stream that waits for an event waits for what was recorded by then.
+        self._reached = torch.cuda.Event()
+        self._fraction_before: float | None = None
         # Without expandable segments a block may be up to 1 MiB larger than asked for, and no plan can say by how much.
         _allocator_settings("expandable_segments:True")
-
-    def plannable(self, budget_bytes: int) -> int:
-        # The cap holds for reserved memory, of which some is always between blocks: 0.1 to 0.5 GiB of 20 were seen.
-        return int(budget_bytes * 0.97)
 
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity_bytes) * self.granularity_bytes
@@ -105,41 +137,87 @@ class CudaDevice:
     def alive_bytes(self) -> int | None:
         return torch.cuda.memory_allocated(self.index)
 
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.index)
+
+    def retries(self) -> int:
+        return int(torch._C._cuda_memoryStats(self.index)["num_alloc_retries"])
+
+    def merge_free(self) -> None:
+        torch.cuda.empty_cache()
+
     def log(self, *, ops: bool) -> Log:
         return SampledLog(self.index, ops=ops)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self.index}")
 
+    def prepare(self, sizes: Iterable[int]) -> None:
+        self.pool.prepare(sizes)
+
+    def trim(self, sizes: Iterable[int]) -> None:
+        self.pool.trim(sizes)
+
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
         buffer = self.pool.take(bytes_.numel())
-        done = self._copy(self._out, buffer[: bytes_.numel()], bytes_, None)
-        return _PinnedCopy(self.pool, buffer, done), _StreamCopy(done)
+        if buffer is None:
+            return self._copy_to_file(bytes_)
+        assert buffer.tensor is not None
+        self._copy(self._out, buffer.tensor[: bytes_.numel()], bytes_, buffer)
+        host = _PinnedCopy(self, buffer)
+        return host, host
 
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy:
+        if isinstance(host, FileCopy):
+            self._after_compute(self._file_in)
+            return FutureCopy(self._staged.read(bytes_.data_ptr(), host.slot), bytes_)
         assert isinstance(host, _PinnedCopy)
-        host.last_use = self._copy(self._in, bytes_, host.buffer[: bytes_.numel()], host.written)
-        return _StreamCopy(host.last_use)
+        if host.buffer.tensor is None:
+            raise DeviceError(CLOSED)
+        self._copy(self._in, bytes_, host.buffer.tensor[: bytes_.numel()], host.buffer)
+        return host
 
-    def _copy(
-        self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
-        # The compute stream is asked for before the side stream becomes current.
-        reached = torch.cuda.current_stream(self.index).record_event()
-        stream.wait_event(reached)
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
+    def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, buffer: Buffer) -> None:
+        compute = self._after_compute(stream)
+        buffer.event.wait(stream)  # the copy before this one, here or of the tensor that had the buffer before
+        torch.cuda.set_stream(stream)
+        try:
             to.copy_(source, non_blocking=True)
-            return stream.record_event()
+        finally:
+            torch.cuda.set_stream(compute)
+        buffer.event.record(stream)
+
+    def _copy_to_file(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
+        self.spilled_bytes += bytes_.numel()
+        self._after_compute(self._file_out)
+        slot = self.spill.take(bytes_.numel())
+        future = self._staged.write(bytes_.data_ptr(), slot)
+        return FileCopy(self.spill, slot, future), FutureCopy(future, bytes_)
+
+    def _after_compute(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        """Let a stream wait for all that was asked of the compute stream until now."""
+        compute = torch.cuda.current_stream(self.index)
+        self._reached.record(compute)
+        self._reached.wait(stream)
+        return compute
 
     def digest(self, storage: torch.UntypedStorage) -> bytes:
         return hash_bytes(storage)
 
+    def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
+        return DeviceFingerprint(storage)
+
     def set_cap(self, nbytes: int | None) -> None:
+        """Let the allocator reserve at most so much; None: as much as before."""
+        if self._fraction_before is None:
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.index)
         total = torch.cuda.get_device_properties(self.index).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total), self.index)
+        # Half a byte more: the allocator rounds the product down, and a cap of whole segments would lose one.
+        fraction = self._fraction_before if nbytes is None else min(1.0, (nbytes + 0.5) / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.index)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.index)
-        self.pool.clear()
+        self.spill.close()
+        self._staged.close()
+        self.pool.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -22,7 +23,6 @@ class Copy(Protocol):
     """Bytes under way, in one direction."""
 
     def wait(self) -> None: ...
-    def done(self) -> bool: ...
 
 
 class HostCopy(Protocol):
@@ -31,44 +31,59 @@ class HostCopy(Protocol):
     def drop(self) -> None: ...
 
 
+class Fingerprint(Protocol):
+    """A digest of bytes; on a device with streams it arrives when the device has got there."""
+
+    def arrived(self) -> bool: ...
+    def value(self) -> bytes: ...
+
+
 class Device(Protocol):
     """What CPU and CUDA implement."""
 
     name: str
     granularity_bytes: int
     smallest_swap_bytes: int
+    has_cap: bool  # whether set_cap() is kept by the allocator, for all that it reserves
+    answers_later: bool  # whether fingerprints arrive some time after they are asked for
+    spilled_bytes: int
 
-    def plannable(self, budget_bytes: int) -> int: ...
     def rounded(self, nbytes: int) -> int: ...
     def alive_bytes(self) -> int | None: ...
+    def reserved_bytes(self) -> int: ...
+    def retries(self) -> int: ...
+    def merge_free(self) -> None: ...
     def log(self, *, ops: bool) -> Log: ...
     def allocate(self, nbytes: int) -> torch.Tensor: ...
+    def prepare(self, sizes: Iterable[int]) -> None: ...
+    def trim(self, sizes: Iterable[int]) -> None: ...
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]: ...
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy: ...
     def digest(self, storage: torch.UntypedStorage) -> bytes: ...
+    def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint: ...
     def set_cap(self, nbytes: int | None) -> None: ...
     def close(self) -> None: ...
 
 
-class _FileCopy:
-    __slots__ = ("_file", "slot", "_future")
+class FileCopy:
+    """Bytes in the spill file, or on their way there."""
 
-    def __init__(self, file: SpillFile, slot: Slot) -> None:
+    __slots__ = ("_file", "_written", "slot")
+
+    def __init__(self, file: SpillFile, slot: Slot, written: Future[None]) -> None:
         self._file = file
+        self._written = written
         self.slot = slot
-        self._future: Future[None] | None = None
-
-    def written_by(self, future: Future[None]) -> None:
-        self._future = future
 
     def drop(self) -> None:
         # A slot that is still being written may not be handed to the next tensor.
-        if self._future is not None:
-            self._future.exception()
+        self._written.exception()
         self._file.give_back(self.slot)
 
 
-class _FutureCopy:
+class FutureCopy:
+    """A copy that a thread makes."""
+
     __slots__ = ("_future", "_keep")
 
     def __init__(self, future: Future[None], keep: object) -> None:
@@ -81,8 +96,18 @@ class _FutureCopy:
         finally:
             self._keep = None
 
-    def done(self) -> bool:
-        return self._future.done()
+
+class _Digest:
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def arrived(self) -> bool:
+        return True
+
+    def value(self) -> bytes:
+        return self._value
 
 
 class CpuDevice:
@@ -92,13 +117,12 @@ class CpuDevice:
     granularity_bytes = 1  # the CPU allocator's log counts the bytes asked for
     # Below this a hook, a system call and a page are dearer than what they free.
     smallest_swap_bytes = 16 * 1024
+    has_cap = False
+    answers_later = False
+    spilled_bytes = 0  # what found no place in pinned memory; here the file is where swapped bytes belong
 
     def __init__(self, spill_dir: str | None = None) -> None:
         self.spill = SpillFile(spill_dir)
-
-    def plannable(self, budget_bytes: int) -> int:
-        """What of a budget a plan may fill; on the CPU all of it."""
-        return budget_bytes
 
     def rounded(self, nbytes: int) -> int:
         """What an allocation of so many bytes counts for."""
@@ -108,6 +132,17 @@ class CpuDevice:
         """What the allocator says is alive; the CPU's does not say, and tensors are counted instead."""
         return None
 
+    def reserved_bytes(self) -> int:
+        """What the allocator holds, used or not; the CPU's gives everything back."""
+        return 0
+
+    def retries(self) -> int:
+        """How often the allocator had to give memory back and get it anew to meet a request."""
+        return 0
+
+    def merge_free(self) -> None:
+        """Let free memory become one piece again, between steps."""
+
     def log(self, *, ops: bool) -> Log:
         """The allocator's log. `ops`: with op times; the CPU's always has them."""
         return ProfilerLog()
@@ -115,16 +150,20 @@ class CpuDevice:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Hear of the sizes that will be outside the device at once; a file needs no preparation."""
+
+    def trim(self, sizes: Iterable[int]) -> None:
+        """Give back what copies of these sizes at once do not need; nothing here."""
+
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
         slot = self.spill.take(bytes_.numel())
-        host = _FileCopy(self.spill, slot)
         future = self.spill.write(bytes_.data_ptr(), slot)
-        host.written_by(future)
-        return host, _FutureCopy(future, bytes_)
+        return FileCopy(self.spill, slot, future), FutureCopy(future, bytes_)
 
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy:
-        assert isinstance(host, _FileCopy)
-        return _FutureCopy(self.spill.read(bytes_.data_ptr(), host.slot), bytes_)
+        assert isinstance(host, FileCopy)
+        return FutureCopy(self.spill.read(bytes_.data_ptr(), host.slot), bytes_)
 
     def digest(self, storage: torch.UntypedStorage) -> bytes:
         """A digest of all bytes of a storage; equal digests are taken for equal bits."""
@@ -133,6 +172,9 @@ class CpuDevice:
             return b""
         view = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr()))
         return hashlib.sha256(view).digest()
+
+    def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
+        return _Digest(self.digest(storage))
 
     def set_cap(self, nbytes: int | None) -> None:
         """The CPU has no allocator cap; the budget is kept by the schedule and checked by the allocator's log."""

@@ -1,4 +1,4 @@
-"""The file that swapped bytes go to on the CPU, and the threads that carry them.
+"""The file that swapped bytes go to, on the CPU all of them, and the threads that carry them.
 
 The file has no name: it is unlinked as soon as it is open, so it is gone at exit, after a crash and after a kill.
 pread and pwrite rather than a mapping, because mapped pages count as resident. One thread a direction: copies of one
@@ -14,6 +14,7 @@ import os
 import tempfile
 import weakref
 from bisect import insort
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from legroom.errors import DeviceError
 from legroom.units import format_bytes
 
 PAGE_BYTES = 4096
+CLOSED = "this room is closed, and a tensor swapped out by it was asked for; finish backward before close()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,50 +67,62 @@ class SpillFile:
         insort(self._free.setdefault(slot.room, []), slot.offset)
 
     def write(self, address: int, slot: Slot) -> Future[None]:
-        self._descriptor()
-        return self._writer.submit(self._write_all, address, slot)
+        return self.outward(self.put, address, slot.offset, slot.nbytes)
 
     def read(self, address: int, slot: Slot) -> Future[None]:
+        return self.inward(self.get, address, slot.offset, slot.nbytes)
+
+    def outward(self, job: Callable[..., None], *args: object) -> Future[None]:
+        """Run a job on the writer's thread, after those before it."""
         self._descriptor()
-        return self._reader.submit(self._read_all, address, slot)
+        return self._writer.submit(job, *args)
 
-    def close(self) -> None:
-        """Wait for what is under way, then give the bytes back to the disk. Later copies fail."""
-        self._give_back()
-        self._fd = None
+    def inward(self, job: Callable[..., None], *args: object) -> Future[None]:
+        """Run a job on the reader's thread, after those before it."""
+        self._descriptor()
+        return self._reader.submit(job, *args)
 
-    def _write_all(self, address: int, slot: Slot) -> None:
-        view = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
+    def put(self, address: int, offset: int, nbytes: int) -> None:
+        """Write bytes of memory to a place in the file."""
+        view = _bytes_at(address, nbytes)
         done = 0
         try:
-            while done < slot.nbytes:
-                done += os.pwrite(self._descriptor(), view[done:], slot.offset + done)
+            while done < nbytes:
+                done += os.pwrite(self._descriptor(), view[done:], offset + done)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise DeviceError(
-                    f"the spill folder {self.directory!r} is full: {format_bytes(slot.nbytes)} more did not fit beside "
+                    f"the spill folder {self.directory!r} is full: {format_bytes(nbytes)} more did not fit beside "
                     f"{format_bytes(self._end)} already there; free space, name another folder as spill_dir, or raise "
                     "the budget"
                 ) from error
             raise
 
-    def _read_all(self, address: int, slot: Slot) -> None:
-        view = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
+    def get(self, address: int, offset: int, nbytes: int) -> None:
+        """Read bytes of the file into memory."""
+        view = _bytes_at(address, nbytes)
         done = 0
-        while done < slot.nbytes:
-            got = os.preadv(self._descriptor(), [view[done:]], slot.offset + done)
+        while done < nbytes:
+            got = os.preadv(self._descriptor(), [view[done:]], offset + done)
             if got == 0:
                 raise DeviceError(
                     f"the spill file in {self.directory!r} was cut short; it must not be touched while a room is open"
                 )
             done += got
 
+    def close(self) -> None:
+        """Wait for what is under way, then give the bytes back to the disk. Later copies fail."""
+        self._give_back()
+        self._fd = None
+
     def _descriptor(self) -> int:
         if self._fd is None:
-            raise DeviceError(
-                "this room is closed, and a tensor swapped out by it was asked for; finish backward before close()"
-            )
+            raise DeviceError(CLOSED)
         return self._fd
+
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _shut(fd: int, *threads: ThreadPoolExecutor) -> None:
