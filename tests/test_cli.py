@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_loss_that_differs_in_one_bit_is_an_error() -> None:
 def test_demo_prints_a_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "_run_worker", lambda setup, budget, spill_dir: OURS if budget else PLAIN)
+    monkeypatch.setattr(demo, "_run_worker", lambda setup, budget, *_: OURS if budget else PLAIN)
     assert run(["demo", "--budgets", "50%", "--json", str(tmp_path / "demo.json")]) == 0
     printed = capsys.readouterr()
     assert "590 B" in printed.out
@@ -46,9 +47,45 @@ def test_demo_prints_a_table_and_writes_json(
     assert [result["peak_bytes"] for result in document["results"]] == [1000, 590]
 
 
+def test_the_last_room_of_the_demo_writes_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[int, str | None]] = []
+
+    def worker(setup: Setup, budget: int, spill_dir: str | None, html_path: str | None) -> Result:
+        asked.append((budget, html_path))
+        return OURS if budget else PLAIN
+
+    monkeypatch.setattr(demo, "_run_worker", worker)
+    path = str(tmp_path / "report.html")
+    assert run(["demo", "--budgets", "75%,50%", "--html", path]) == 0
+    assert asked == [(0, None), (800, None), (600, path)]
+
+
+def test_a_worker_writes_the_page_of_its_room(tmp_path: Path) -> None:
+    tiny = Setup(layers=1, width=32, heads=2, context=16, batch=2, vocabulary=64, steps=4)
+    answer = demo._work(tiny, 2**30, str(tmp_path), str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert "1.0 GiB" in page
+    assert f"{answer['peak_bytes']} B" in page
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--json missing/demo.json", "--html missing/report.html", "--budgets , --html a"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("trained")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "_run_worker", fail)
+    assert run(["demo", *arguments.split()]) == 2
+    assert re.search(r"no folder 'missing'|names none", capsys.readouterr().err)
+
+
 def test_a_run_over_its_budget_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     over = Result("legroom in 600 B", 600, 601, 700, 1.2, PLAIN.losses)
-    monkeypatch.setattr(demo, "_run_worker", lambda setup, budget, spill_dir: over if budget else PLAIN)
+    monkeypatch.setattr(demo, "_run_worker", lambda setup, budget, *_: over if budget else PLAIN)
     assert run(["demo", "--budgets", "50%"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "legroom: over the budget: legroom in 600 B"
 

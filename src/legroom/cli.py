@@ -39,14 +39,21 @@ def demo(
     ] = ",".join(DEFAULT_BUDGETS),
     steps: Annotated[int, typer.Option(min=2, max=1000, help="Training steps for each contender.")] = 8,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="Also write the last room's report here.")] = None,
     spill_dir: Annotated[str | None, typer.Option(help="Folder for swapped bytes.")] = None,
 ) -> None:
     """Train a small GPT plainly and under budgets, each in a process of its own, and compare."""
     wanted = demo_module.parse_budgets(tuple(text for text in budgets.split(",") if text.strip()))
+    if html_path is not None and not wanted:
+        raise LegroomError("--html writes the report of the last room, but --budgets names none")
+    for path in (json_path, html_path):
+        if path is not None and not path.parent.is_dir():  # said now and not after minutes of training
+            raise LegroomError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
     setup = Setup(steps=steps)
     console = Console()
     with _progress(steps, 1 + len(wanted)) as progress:
-        results = demo_module.run(setup, wanted, progress=progress, spill_dir=spill_dir)
+        html = str(html_path) if html_path is not None else None
+        results = demo_module.run(setup, wanted, progress=progress, spill_dir=spill_dir, html_path=html)
     console.print(_demo_table(results))
     console.print("peak: by the allocator's log. resident: growth of the resident set. a step: median, second half.")
     console.print(f"The losses of all {setup.steps} steps are identical, bit for bit, in all {len(results)} runs.")

@@ -131,15 +131,23 @@ def budget_bytes(budget: float | int, plain: Result) -> int:
 
 
 def run(
-    setup: Setup, budgets: tuple[float | int, ...], *, progress: Callable[[str], None], spill_dir: str | None = None
+    setup: Setup,
+    budgets: tuple[float | int, ...],
+    *,
+    progress: Callable[[str], None],
+    spill_dir: str | None = None,
+    html_path: str | None = None,
 ) -> list[Result]:
-    """All contenders, one after the other, the plain run first. Raises if any loss differs in any bit."""
+    """All contenders, one after the other, the plain run first. Raises if any loss differs in any bit.
+
+    html_path: where the last room writes its report.
+    """
     progress("plain PyTorch")
-    results = [_run_worker(setup, 0, spill_dir)]
-    for budget in budgets:
+    results = [_run_worker(setup, 0, spill_dir, None)]
+    for number, budget in enumerate(budgets, 1):
         nbytes = budget_bytes(budget, results[0])
         progress(f"legroom in {format_bytes(nbytes)}")
-        results.append(_run_worker(setup, nbytes, spill_dir))
+        results.append(_run_worker(setup, nbytes, spill_dir, html_path if number == len(budgets) else None))
     check_losses(results)
     return results
 
@@ -169,8 +177,8 @@ def to_json(setup: Setup, results: list[Result]) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def _run_worker(setup: Setup, budget: int, spill_dir: str | None) -> Result:
-    task = json.dumps({"setup": asdict(setup), "budget": budget, "spill_dir": spill_dir})
+def _run_worker(setup: Setup, budget: int, spill_dir: str | None, html_path: str | None) -> Result:
+    task = json.dumps({"setup": asdict(setup), "budget": budget, "spill_dir": spill_dir, "html_path": html_path})
     command = [sys.executable, "-m", "legroom.demo", "--worker", task]
     name = f"legroom in {format_bytes(budget)}" if budget else "plain"
     try:
@@ -195,7 +203,7 @@ def _run_worker(setup: Setup, budget: int, spill_dir: str | None) -> Result:
     return Result(**{**answer, "name": name, "losses": tuple(answer["losses"])})
 
 
-def _work(setup: Setup, budget: int, spill_dir: str | None) -> dict[str, Any]:
+def _work(setup: Setup, budget: int, spill_dir: str | None, html_path: str | None) -> dict[str, Any]:
     import legroom
 
     _load_code(setup, spill_dir)
@@ -218,6 +226,8 @@ def _work(setup: Setup, budget: int, spill_dir: str | None) -> dict[str, Any]:
     if room is not None:
         report = room.report()
         room.close()
+        if html_path is not None:
+            report.to_html(html_path)
         return {**answer, "peak_bytes": report.peak_bytes, "fallbacks": _summary(report.fallbacks)}
     # The plain run's peak, and how far down a budget can go, come from a trace of one more step. Its resident set and
     # its time are already taken: tracing costs both.
@@ -296,7 +306,7 @@ def _main(arguments: list[str]) -> int:
         return 2
     task = json.loads(arguments[1])
     try:
-        answer = _work(Setup(**task["setup"]), task["budget"], task["spill_dir"])
+        answer = _work(Setup(**task["setup"]), task["budget"], task["spill_dir"], task["html_path"])
     except LegroomError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)
