@@ -5,34 +5,37 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from legroom.admission import check_budget, find_device_type, given_plan, open_device, out_of_memory, over_budget
+from legroom.brim import Brim
 from legroom.capture import assemble, correct
-from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, StepError, TraceError, quote
+from legroom.errors import BudgetError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
-from legroom.ir import Op, Trace, Value
+from legroom.ir import Trace
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
-from legroom.plan import from_json as plan_from_json
 from legroom.planners import Planner, named
 from legroom.probe import probe
-from legroom.report import Breakdown, Held, Report
-from legroom.runtime.census import state_bytes
-from legroom.runtime.device import CpuDevice, Device
+from legroom.reasons import held, unreplayable
+from legroom.report import Report
+from legroom.runtime.checking import Check
+from legroom.runtime.device import Device
 from legroom.runtime.executor import Program
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
-from legroom.schedule import Schedule, check_schedule, lower, memory_curve
+from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.simulate import simulate
-from legroom.timeline import Timeline
+from legroom.timeline import Breakdown, Memory, Timeline
 from legroom.units import format_bytes, parse_bytes
 
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
@@ -51,27 +54,22 @@ def fit(
     planner: str | Planner = "auto",
     plan: Plan | str | os.PathLike[str] | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
     device: str | torch.device | None = None,
 ) -> Room:
     """Fit training steps into `budget` bytes ("600MiB") of the device's memory.
 
     planner: a name in PLANNERS or a callable (trace, hardware, budget_bytes) -> Plan. plan: a plan or its file from an
-    earlier run, used instead of planning. spill_dir: where swapped bytes go on the CPU. device: found from the model
-    where not named.
+    earlier run, used instead of planning. host_budget: how much pinned memory a GPU may take; what does not fit goes to
+    a file. spill_dir: where such files go, and what the CPU swaps. device: found from the model where not named.
     """
     budget_bytes = parse_bytes(budget)
     chosen = named(planner)
-    device_type = _device_type(model, optimizer, device)
-    _check_budget(budget_bytes, model, optimizer, device_type)
-    given = _given_plan(plan)
+    device_type = find_device_type(model, optimizer, device)
+    check_budget(budget_bytes, model, optimizer, device_type)
+    given = given_plan(plan)
     return Room(
-        model,
-        optimizer,
-        budget_bytes,
-        chosen,
-        given,
-        device_type,
-        os.fspath(spill_dir) if spill_dir is not None else None,
+        model, optimizer, budget_bytes, chosen, given, open_device(device_type, spill_dir, host_budget), spill_dir
     )
 
 
@@ -86,16 +84,8 @@ def capture(
 
     `floor_bytes(trace)` is then the smallest budget that works, `trace.peak_bytes` what the step takes without legroom.
     """
-    device_type = _device_type(model, optimizer, None)
-    room = Room(
-        model,
-        optimizer,
-        2**61,
-        named("none"),
-        None,
-        device_type,
-        os.fspath(spill_dir) if spill_dir is not None else None,
-    )
+    device_type = find_device_type(model, optimizer, None)
+    room = Room(model, optimizer, 2**61, named("none"), None, open_device(device_type, spill_dir), spill_dir)
     try:
         for _ in range(SHELTERED_STEPS):
             with room.step():
@@ -117,8 +107,8 @@ class Room:
         budget_bytes: int,
         planner: Planner,
         given: Plan | None,
-        device_type: str,
-        spill_dir: str | None,
+        device: Device,
+        spill_dir: str | os.PathLike[str] | None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.trace: Trace | None = None
@@ -126,13 +116,11 @@ class Room:
         self.timeline: Timeline | None = None
         self._planner = planner
         self._given = given
-        self._spill_dir = spill_dir
-        self._device = _open_device(device_type, spill_dir)
-        self._setting = Setting(Ledger(self._device), device_type, model, optimizer, Counter(), set())
+        self._spill_dir = os.fspath(spill_dir) if spill_dir is not None else None
+        self._device = device
+        self._setting = Setting(Ledger(device), device.name, model, optimizer, Counter(), set())
         self._device.set_cap(budget_bytes)
         self._program: Program | None = None
-        self._predicted: list[int] = []
-        self._predicted_peak = 0
         self._floor = 0
         self._baseline_seconds = 0.0
         self._calibrations = 0
@@ -142,8 +130,12 @@ class Room:
         self._drifts: deque[int] = deque(maxlen=DRIFTS)
         self._sheltered_until = 0
         self._peak = self._planned_peak = 0
+        self._measured_curve: tuple[int, ...] = ()
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
+        self._brim = Brim(budget_bytes) if device.has_cap else None
+        self._retries = 0
+        self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._closed = False
 
     def step(self) -> Step:
@@ -156,6 +148,7 @@ class Room:
             if _active is not None and _active._room is self:
                 raise StepError("close() was called inside step(); leave the step first")
             self._closed = True
+            self._hear_of_checks(wait=True)
             self._device.set_cap(None)
             self._device.close()
 
@@ -170,6 +163,7 @@ class Room:
     def _begin(self) -> ShelteredStep | PlannedStep:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
+        self._hear_of_checks(wait=False)
         foreign = bool(_get_current_dispatch_mode_stack())
         if foreign and self._program is not None and self._program.recorded:
             # What that mode does to an op is out of sight here, and a replay would not do it.
@@ -183,7 +177,8 @@ class Room:
             return ShelteredStep(self._setting, proving=proving, trusting=not foreign)
         self._base_bytes = self._setting.alive_bytes()
         more = self._base_bytes - self._planned_base_bytes
-        if more > 0 and self._predicted_peak + more > self.budget_bytes:
+        assert self.timeline is not None
+        if more > 0 and self.timeline.peak_bytes + more > self.budget_bytes:
             self._setting.fallbacks["more was alive at the start than the plan has room for: planned again"] += 1
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
@@ -193,6 +188,22 @@ class Room:
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
+
+    def _hear_of_checks(self, *, wait: bool) -> None:
+        while self._compared and (wait or self._compared[0].known()):
+            check = self._compared.popleft()
+            if not check.same():
+                self._setting.fallbacks["a replay gave other bits"] += 1
+                self._setting.distrusted.update(check.ops)
+                self._program = None
+                self._sheltered_since_drift = SHELTERED_STEPS - 1
+                warnings.warn(
+                    f"recomputing {', '.join(check.ops)} gave other bits than the first run, though it was proven to "
+                    "give the same: gradients of the last steps may be off. It is kept or swapped from now on. "
+                    "Look for writes that PyTorch cannot see (numpy, raw kernels) that began after the first steps",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
 
     def _ended(self, run: ShelteredStep | PlannedStep, seconds: float) -> None:
         self._steps += 1
@@ -211,7 +222,7 @@ class Room:
         if run.curve is None or run.recorder is None or run.census is None:
             return
         if run.needed_bytes() > self.budget_bytes:
-            error = _over_budget(self.budget_bytes, run)
+            error = over_budget(self.budget_bytes, run)
             run.undo.restore()
             raise error
         run.undo.forget()
@@ -225,24 +236,29 @@ class Room:
         self._plan_for(trace)
 
     def _plan_for(self, trace: Trace) -> None:
-        self.trace = trace
+        self.trace, self.plan, self.timeline, self._program = trace, None, None, None
         self._planned_base_bytes = self._base_bytes
         self._floor = floor_bytes(trace)
         try:
-            with patience("measuring the machine and planning the step"):
-                hardware = probe(self._setting.device_type, self._spill_dir)
-                plan = self._given
-                if plan is None:
-                    plan = self._planner(trace, hardware, self._device.plannable(self.budget_bytes))
-                if not isinstance(plan, Plan):
-                    raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
-                check_fits(trace, plan)
+            plan, hardware = self._find_plan(trace)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
             self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
-            self._program = None
             return
         self._adopt(trace, plan, hardware)
+
+    def _find_plan(self, trace: Trace) -> tuple[Plan, Hardware]:
+        with patience("measuring the machine and planning the step"):
+            hardware = probe(self._setting.device_type, self._spill_dir)
+            plan = self._given
+            if plan is None:
+                usable = self.budget_bytes if self._brim is None else self._brim.usable_bytes
+                # Near the floor a plan that makes the allocator work for its room is better than none.
+                plan = self._planner(trace, hardware, min(max(usable, self._floor), self.budget_bytes))
+            if not isinstance(plan, Plan):
+                raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
+            check_fits(trace, plan)
+        return plan, hardware
 
     def _adopt(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
         schedule = lower(trace, plan, hardware)
@@ -255,19 +271,53 @@ class Room:
                 budget_bytes=self.budget_bytes,
                 floor_bytes=self._floor,
             )
-        self.plan = plan
-        self._program = Program(trace, schedule)
-        self._predict(trace, schedule)
-        self._calibrated = False
         self.timeline = simulate(trace, schedule, hardware)
         self._baseline_seconds = simulate(trace, Schedule((), schedule.trace_signature), hardware).seconds
-
-    def _predict(self, trace: Trace, schedule: Schedule) -> None:
+        self.plan = plan
         self._schedule = schedule
-        self._predicted = [peak for _, _, peak in memory_curve(trace, schedule)]
-        self._predicted_peak = max([trace.head_peak_bytes, *self._predicted])
+        self._program = Program(trace, schedule)
+        swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
+        sizes = [trace.storages[storage].nbytes for storage in swapped]
+        self._device.trim(sizes)
+        self._device.prepare(sizes)
+        self._calibrated = False
+        self._measured_curve = ()
+
+    def _ran_out(self, run: ShelteredStep | PlannedStep, error: torch.OutOfMemoryError) -> None:
+        """The device ran out of memory inside a step. A sheltered one cannot take less; a plan can."""
+        if isinstance(run, ShelteredStep):
+            run.undo.restore()
+            raise out_of_memory(self.budget_bytes, run, error) from error
+        self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
+        if self._brim is not None and self.trace is not None:
+            self._brim.after_failure()
+            self._plan_for(self.trace)
+
+    def _look_at_pieces(self) -> bool:
+        """Whether another plan was made because the allocator can give more, or less, than was thought."""
+        retries, self._retries = self._retries, self._device.retries()
+        if self._brim is None or self._given is not None or self.trace is None or self.timeline is None:
+            return False
+        rearranged = self._retries > retries and self._planned > 1
+        if not self._brim.after_step(
+            rearranged=rearranged,
+            reserved_bytes=self._device.reserved_bytes(),
+            peak_bytes=self.timeline.peak_bytes,
+        ):
+            return False
+        if rearranged:
+            self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
+        self._calibrations = 0
+        self._device.merge_free()  # what was left in pieces would go on being in pieces
+        self._plan_for(self.trace)
+        return True
 
     def _after_planned(self, run: PlannedStep, seconds: float) -> None:
+        copies = run.executor.lineage.copies_before_write
+        if copies:
+            self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
+        if run.executor.compared is not None and self._device.answers_later:
+            self._compared.append(run.executor.compared)
         if run.executor.reactive is not None or run.executor.mismatch:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
@@ -281,22 +331,27 @@ class Room:
             return
         self._planned += 1
         self._seconds.append(seconds)
-        if run.curve is None or self.trace is None:
+        if self._look_at_pieces():
+            return
+        if run.curve is None or self.trace is None or self.timeline is None:
             return
         if self._base_bytes < self._planned_base_bytes:
             return  # less was alive at the start: nothing to learn about the step that the plan is for
         self._planned_peak = run.curve.measured_peak_bytes
-        measured = [segment.measured_peak_bytes for segment in run.curve.segments]
-        predicted = [self.trace.head_peak_bytes, *self._predicted]
-        self._calibrated = max(measured) == max(predicted) and all(
-            m <= p for m, p in zip(measured, predicted, strict=True)
+        self._measured_curve = tuple(segment.measured_peak_bytes for segment in run.curve.segments)
+        predicted = [memory.peak_bytes for memory in self.timeline.memory]
+        self._calibrated = max(self._measured_curve) == self.timeline.peak_bytes and all(
+            m <= p for m, p in zip(self._measured_curve, (self.trace.head_peak_bytes, *predicted), strict=True)
         )
         if self._calibrated:
             return
         self._calibrations += 1
-        self.trace = correct(self.trace, self._predicted, run.curve)
-        self._predict(self.trace, self._schedule)
-        if self._predicted_peak > self.budget_bytes:
+        self.trace = correct(self.trace, predicted, run.curve)
+        # Seconds do not depend on levels: of the timeline, only the memory in it is another one now.
+        memory = tuple(Memory(*level) for level in memory_curve(self.trace, self._schedule))
+        peak = max((self.trace.head_peak_bytes, *(m.peak_bytes for m in memory)))
+        self.timeline = replace(self.timeline, memory=memory, peak_bytes=peak)
+        if peak > self.budget_bytes:
             self._setting.fallbacks["planned again after the first planned step was measured"] += 1
             self._plan_for(self.trace)
 
@@ -304,35 +359,43 @@ class Room:
 
     def report(self) -> Report:
         """What happened so far."""
+        trace, plan, timeline = self.trace, self.plan, self.timeline
         sizes = Counter[str]()
-        if self.trace is not None and self.plan is not None:
-            for gap, decision in zip(self.trace.gaps, self.plan.decisions, strict=True):
-                sizes[type(decision).__name__] += self.trace.storages[gap.storage].nbytes
+        if trace is not None and plan is not None:
+            for gap, decision in zip(trace.gaps, plan.decisions, strict=True):
+                sizes[type(decision).__name__] += trace.storages[gap.storage].nbytes
+        predicted_curve: tuple[int, ...] = ()
+        if trace is not None and timeline is not None:
+            predicted_curve = (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
         recent = self._seconds[-50:]
-        b = self.timeline.breakdown if self.timeline is not None else None
         return Report(
             steps=self._steps,
             sheltered_steps=self._sheltered,
             planned_steps=self._planned,
             measured_steps=self._measured,
+            calibrations=self._calibrations,
             budget_bytes=self.budget_bytes,
             peak_bytes=self._peak,
             planned_peak_bytes=self._planned_peak,
-            predicted_peak_bytes=self._predicted_peak,
+            predicted_peak_bytes=timeline.peak_bytes if timeline is not None else 0,
             floor_bytes=self._floor,
+            predicted_curve=predicted_curve,
+            measured_curve=self._measured_curve,
+            planner=plan.planner if plan is not None else "",
+            notes=plan.notes if plan is not None else (),
             step_seconds=statistics.median(recent) if recent else 0.0,
-            predicted_step_seconds=self.timeline.seconds if self.timeline is not None else 0.0,
+            predicted_step_seconds=timeline.seconds if timeline is not None else 0.0,
             baseline_seconds=self._baseline_seconds,
+            lower_bound_seconds=None,  # no planner states one
             bytes_kept=sizes[Keep.__name__],
             bytes_swapped=sizes[Swap.__name__],
             bytes_recomputed=sizes[Recompute.__name__],
-            breakdown=Breakdown(
-                b.computation_seconds, b.overlapped_copy_seconds, b.stalled_copy_seconds, b.recomputation_seconds
-            ) if b is not None else Breakdown(0.0, 0.0, 0.0, 0.0),
-            held=_held(self.trace) if self.trace is not None else (),
-            unreplayable=_unreplayable(self.trace) if self.trace is not None else (),
+            breakdown=timeline.breakdown if timeline is not None else Breakdown(0.0, 0.0, 0.0, 0.0),
+            held=held(trace) if trace is not None else (),
+            unreplayable=unreplayable(trace) if trace is not None else (),
+            distrusted=tuple(sorted(self._setting.distrusted)),
             fallbacks=dict(self._setting.fallbacks),
-        )  # fmt: skip
+        )
 
 
 _active: Step | None = None  # the engine stand-in is one for the process, so one step runs at a time
@@ -375,130 +438,13 @@ class Step:
         run.end(failed=error is not None)
         if error is None:
             self._room._ended(run, seconds)
-        elif isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            return
+        if isinstance(error, torch.OutOfMemoryError):
+            self._room._ran_out(run, error)
+        if isinstance(run, ShelteredStep):
+            run.undo.forget()
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise StepError(
                 "torch.func transforms and code that forbids saved-tensor hooks cannot run inside step(); "
                 "use torch.autograd.grad there, or call it outside the step"
             ) from error
-
-
-def _open_device(device_type: str, spill_dir: str | None) -> Device:
-    if device_type == "cpu":
-        return CpuDevice(spill_dir)
-    from legroom.runtime.cuda import CudaDevice
-
-    return CudaDevice(torch.cuda.current_device())
-
-
-def _given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    try:
-        text = Path(plan).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan file {os.fspath(plan)!r}: {error}") from error
-    return plan_from_json(text)
-
-
-def _device_type(
-    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str | torch.device | None
-) -> str:
-    found: set[str] = set()
-    if model is not None:
-        if not isinstance(model, torch.nn.Module):
-            raise LegroomError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        found |= {t.device.type for t in (*model.parameters(), *model.buffers())}
-    if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise LegroomError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        found |= {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    named = torch.device(device).type if device is not None else None
-    if len(found) > 1:
-        raise DeviceError(
-            f"the model lies on several devices ({', '.join(sorted(found))}); move it to one with model.to(...)"
-        )
-    if named is not None and found and found != {named}:
-        raise DeviceError(
-            f"device={named!r} was asked for, but the model lies on {found.pop()!r}; move it with model.to({named!r})"
-        )
-    chosen = named or (found.pop() if found else "cpu")
-    if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
-        raise DeviceError(f"legroom works on 'cpu' and on 'cuda' where there is one, not on {chosen!r}")
-    return chosen
-
-
-def _check_budget(
-    budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
-) -> None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device_type == "cuda":
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if budget_bytes > total:
-        raise BudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, but the device has {format_bytes(total)}; name at most that",
-            budget_bytes=budget_bytes,
-        )
-    parts = state_bytes(model, optimizer, device_type)
-    needed = sum(nbytes for _, nbytes in parts)
-    if needed > budget_bytes:
-        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
-        raise BudgetError(
-            f"{listed} alone take {format_bytes(needed)}, the budget is {format_bytes(budget_bytes)}; "
-            "raise the budget, or train fewer or smaller parameters",
-            budget_bytes=budget_bytes,
-            floor_bytes=needed,
-            breakdown=tuple(sorted(parts, key=lambda part: -part[1])),
-        )
-
-
-def _over_budget(budget_bytes: int, run: ShelteredStep) -> BudgetError:
-    assert run.census is not None
-    census, peak = run.census, run.needed_bytes()
-    kinds = Counter[str]()
-    for key, kind in census.kinds.items():
-        kinds[kind] += census.nbytes[key]
-    kinds["activations in use, gradients and workspace"] = max(0, peak - sum(kinds.values()))
-    parts = tuple((name, nbytes) for name, nbytes in kinds.most_common() if nbytes)
-    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
-    return BudgetError(
-        f"the step needs {format_bytes(peak)} even with everything saved swapped out ({listed}), the budget is "
-        f"{format_bytes(budget_bytes)}; the smallest budget seen so far that works is {format_bytes(peak)} "
-        f"({peak} bytes). "
-        "Raise the budget or make the batch smaller",
-        budget_bytes=budget_bytes,
-        floor_bytes=peak,
-        breakdown=parts,
-    )
-
-
-def _held(trace: Trace) -> tuple[Held, ...]:
-    makers = {value[0]: op for op in trace.ops for value in op.writes if value[1] == 0}
-    return tuple(Held(s.nbytes, s.name, makers[s.id].line if s.id in makers else "") for s in trace.storages if s.held)
-
-
-def _unreplayable(trace: Trace) -> tuple[tuple[str, int], ...]:
-    """Why saved storages cannot be recomputed even if all others are in memory, and how many bytes that concerns."""
-    reasons = Counter[str]()
-    makers = {value: op for op in trace.ops for value in op.writes}
-    for storage in trace.storages:
-        if storage.gaps:
-            reason = _why_not(trace, (storage.id, storage.gap_version), makers)
-            if reason:
-                reasons[reason] += storage.nbytes
-    return tuple(reasons.most_common())
-
-
-def _why_not(trace: Trace, target: Value, makers: dict[Value, Op]) -> str:
-    seen = {target}
-    stack = [target]
-    while stack:
-        value = stack.pop()
-        maker = makers.get(value)
-        if maker is None or maker.why_not:
-            return maker.why_not if maker is not None else "made outside forward"
-        for source in maker.reads:
-            storage = trace.storages[source[0]]
-            if source not in seen and not storage.persistent and not storage.gaps:
-                seen.add(source)
-                stack.append(source)
-    return ""

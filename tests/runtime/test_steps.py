@@ -321,6 +321,7 @@ def test_a_plan_from_a_file_gives_the_same_decisions(tmp_path: Path) -> None:
     expected = run(usual, nullcontext, model, optimizer, 5)
     file = tmp_path / "plan.json"
     model, optimizer = build()
+    gc.collect()
     with legroom.fit(model, optimizer, budget=budget) as room:
         run(usual, room.step, model, optimizer, 5)
         assert room.plan is not None
