@@ -38,6 +38,7 @@ _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 
 
 CHANGED = "its result was changed by something PyTorch cannot see"
+NOT_REPEATED = "two runs gave different bits"
 SOURCE_CHANGED = "it reads a tensor that was changed by something PyTorch cannot see"
 
 
@@ -95,6 +96,7 @@ class Recorder:
         self.modules: list[str] = []
         self._by_key: dict[int, int] = {}
         self._lasting: set[int] = set()  # storages from before the step
+        self._unrepeated: set[int] = set()  # storages of this op's outputs that its proof did not give again
         self._garbage: dict[int, int] = {}  # storages nobody has written yet, and the op that made them
 
     # storages
@@ -167,10 +169,27 @@ class Recorder:
         with no_dispatch():
             self._note(func, result, plain, written, reads, why_not)
             self._note_garbage(func, garbage, why_not)
+            if self._unrepeated:
+                self._note_unrepeated(result)
             for tensor in statistics:
                 self._unseen_write(self.number(tensor))
                 self._learn(self.number(tensor), tensor)
         return result
+
+    def _note_unrepeated(self, result: Any) -> None:
+        """Outputs that two runs gave differently, beside others that repeat: attention leaves a random state unwritten
+        where it draws nothing. They get an op of their own that cannot be replayed, so that the rest can."""
+        with mark(OP):
+            pass
+        outputs = {t.untyped_storage()._cdata: t for t in tensors_in(result)}
+        writes = [(self.number(outputs[key]), 0) for key in self._unrepeated]
+        self._unrepeated = set()
+        for value in writes:
+            self.makers[value] = len(self.ops)
+            self._learn(value[0], outputs[self.storages[value[0]].key])
+        self.ops.append(
+            SeenOp("legroom.unrepeated", self.phase, "", [], writes, 0, NOT_REPEATED, self.module(), _user_line())
+        )
 
     def _note_garbage(self, func: Any, garbage: list[int], why_not: str) -> None:
         """Uninitialised memory is replayable only while all that reads it is a write proven not to depend on it."""
@@ -214,8 +233,12 @@ class Recorder:
         with mark(OWN):
             again.clear()
         outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
-        same = first == _digests_of(self.device, outputs)
-        return result, "" if same else "two runs gave different bits"
+        second = _digests_of(self.device, outputs)
+        other = {t.untyped_storage()._cdata for t, a, b in zip(outputs, first, second, strict=True) if a != b}
+        if len(other) == len({t.untyped_storage()._cdata for t in outputs}):
+            return result, NOT_REPEATED
+        self._unrepeated = other
+        return result, ""
 
     def _why_not_twice(
         self,
@@ -278,7 +301,7 @@ class Recorder:
         with mark(OP):
             result = func(*args, **kwargs)
         same = first == _digests_of(self.device, whole)
-        return result, "" if same else "two runs gave different bits"
+        return result, "" if same else NOT_REPEATED
 
     def _note(
         self,
@@ -299,7 +322,8 @@ class Recorder:
         keys = {t.untyped_storage()._cdata for t in inputs}
         output_bytes = 0
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
-            if saved_elsewhere(tensor) or tensor.untyped_storage()._cdata in keys:
+            key = tensor.untyped_storage()._cdata
+            if saved_elsewhere(tensor) or key in keys or key in self._unrepeated:
                 continue
             number = self.number(tensor)
             if (number, 0) not in writes:
