@@ -1,0 +1,199 @@
+"""The models that benchmarks train: real shapes, random data, no downloads.
+
+A workload is a model, an optimizer and a function that runs forward and gives the loss. `blocks` are the modules that
+checkpointing peers wrap, in the order in which they run. Each lies on the device that is named, a GPU unless said
+otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[int], Tensor]  # of step number i
+    blocks: list[nn.Module]
+    varies: bool = False  # steps differ in size, so that only the same steps can be compared
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (a.view(b, t, self.heads, -1).transpose(1, 2) for a in self.qkv(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _bfloat16(device: str) -> torch.autocast:
+    # Processors without instructions for it take seconds for what takes milliseconds in float32.
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def gpt(
+    *,
+    batch: int = 24,
+    layers: int = 24,
+    width: int = 1024,
+    length: int = 1024,
+    vocabulary: int = 32000,
+    device: str = "cuda",
+) -> Workload:
+    model = Gpt(layers, width, width // 64, vocabulary, length).to(device)
+    ids = torch.randint(vocabulary, (batch, length + 1), device=device)
+
+    def loss(step: int) -> Tensor:
+        with _bfloat16(device):
+            logits = model(ids[:, :-1])
+            return F.cross_entropy(logits.view(-1, vocabulary), ids[:, 1:].reshape(-1))
+
+    return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), loss, list(model.blocks))
+
+
+def gpt_batch4(*, device: str = "cuda") -> Workload:
+    """The same with so little to compute that launching is the bottleneck."""
+    return gpt(batch=4, device=device)
+
+
+def tiny(*, device: str = "cuda") -> Workload:
+    """A GPT that a CPU trains in a fraction of a second, to try the benchmark itself."""
+    return gpt(batch=4, layers=2, width=64, length=64, vocabulary=256, device=device)
+
+
+def resnet152(*, batch: int = 192, pixels: int = 224, device: str = "cuda") -> Workload:
+    from torchvision.models import resnet152 as build
+
+    model = build(num_classes=1000).to(device).to(memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, pixels, pixels, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def loss(step: int) -> Tensor:
+        with _bfloat16(device):
+            return F.cross_entropy(model(images), labels)
+
+    blocks = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss, blocks)
+
+
+def bert(*, batch: int = 64, length: int = 512, device: str = "cuda") -> Workload:
+    """BERT-base at one length; `bert_lengths` is the one that changes."""
+    return _bert(batch, [length], device)
+
+
+def bert_lengths(*, batch: int = 64, device: str = "cuda") -> Workload:
+    """BERT-base with another length from 32 to 512 at each step."""
+    generator = torch.Generator().manual_seed(0)
+    return _bert(batch, torch.randint(32, 513, (997,), generator=generator).tolist(), device)
+
+
+def _bert(batch: int, lengths: list[int], device: str) -> Workload:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig(attn_implementation="sdpa")).to(device)
+    ids = torch.randint(30000, (batch, max(lengths)), device=device)
+    labels = torch.randint(2, (batch,), device=device)
+
+    def loss(step: int) -> Tensor:
+        with _bfloat16(device):
+            return model(input_ids=ids[:, : lengths[step % len(lengths)]], labels=labels).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Workload(model, optimizer, loss, list(model.bert.encoder.layer), varies=len(lengths) > 1)
+
+
+def vit(*, batch: int = 128, pixels: int = 224, device: str = "cuda") -> Workload:
+    from torchvision.models import vit_b_16
+
+    model = vit_b_16(image_size=pixels).to(device)
+    images = torch.randn(batch, 3, pixels, pixels, device=device)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def loss(step: int) -> Tensor:
+        with _bfloat16(device):
+            return F.cross_entropy(model(images), labels)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Workload(model, optimizer, loss, list(model.encoder.layers))
+
+
+def llama(*, batch: int = 8, length: int = 2048, device: str = "cuda") -> Workload:
+    """A decoder with RMS norm, rotary positions and SwiGLU, in pure bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=length, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device).to(torch.bfloat16)
+    ids = torch.randint(32000, (batch, length), device=device)
+
+    def loss(step: int) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Workload(model, optimizer, loss, list(model.model.layers))
+
+
+def train_step(workload: Workload, step: int, *, saving: AbstractContextManager[Any] | None = None) -> Tensor:
+    """One step. `saving`: a context for forward, which decides what becomes of saved tensors."""
+    with saving or contextlib.nullcontext():
+        loss = workload.loss(step)
+    loss.backward()
+    workload.optimizer.step()
+    workload.optimizer.zero_grad()
+    return loss.detach()
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "gpt": gpt,
+    "gpt_batch4": gpt_batch4,
+    "resnet152": resnet152,
+    "bert": bert,
+    "bert_lengths": bert_lengths,
+    "vit": vit,
+    "llama": llama,
+    "tiny": tiny,
+}
