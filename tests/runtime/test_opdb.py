@@ -194,7 +194,7 @@ def recompute_all(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
     """Everything that may be replayed is, the rest is swapped."""
     gaps = range(len(trace.gaps))
     plan = Plan(tuple(Swap(when="sync") for _ in gaps), signature(trace), "recompute", budget_bytes, 0, 0.0, ())
-    return admit(trace, plan, hardware, list(gaps))
+    return admit(trace, plan, hardware, {gap: Recompute() for gap in gaps})
 
 
 def run_in_room(batch: list[Sample]) -> tuple[list[list[list[Digest]]], Report, int]:

@@ -322,8 +322,9 @@ class Recorder:
         keys = {t.untyped_storage()._cdata for t in inputs}
         output_bytes = 0
         for tensor in tensors_in(result if isinstance(result, (list, tuple)) else (result,)):
-            key = tensor.untyped_storage()._cdata
-            if saved_elsewhere(tensor) or key in keys or key in self._unrepeated:
+            if saved_elsewhere(tensor):
+                continue
+            if (key := tensor.untyped_storage()._cdata) in keys or key in self._unrepeated:
                 continue
             number = self.number(tensor)
             if (number, 0) not in writes:
