@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=_workloads, default=_workloads(DEFAULT_WORKLOADS))
     parser.add_argument("--contenders", type=_contenders, help=f"default: {default_contenders()}")
-    parser.add_argument("--quick", action="store_true", help=f"8 steps and {QUICK_CONTENDERS}")
+    parser.add_argument("--quick", action="store_true", help=f"8 steps and {QUICK_CONTENDERS.replace('%', '%%')}")
     parser.add_argument("--steps", type=int, help="timed steps, fewer for slow contenders (default 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing (default 3)")
     parser.add_argument("--seconds", type=float, default=15.0, help="about as long as one is timed (default 15)")

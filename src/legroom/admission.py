@@ -77,12 +77,17 @@ def check_budget(
     budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
 ) -> None:
     """Refuse at once what no step can meet: more than the device has, or less than the state that stays."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total, foreign = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
     if device_type == "cuda":
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if budget_bytes > total:
+        from legroom.runtime.cuda import foreign_bytes
+
+        index = torch.cuda.current_device()
+        total, foreign = torch.cuda.get_device_properties(index).total_memory, foreign_bytes(index)
+    if budget_bytes > total - foreign:
+        others = f", of which {format_bytes(foreign)} are taken by CUDA itself and by others" if foreign else ""
         raise BudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, but the device has {format_bytes(total)}; name at most that",
+            f"the budget is {format_bytes(budget_bytes)}, but the device has {format_bytes(total)}{others}; "
+            f"name at most {format_bytes(total - foreign)}",
             budget_bytes=budget_bytes,
         )
     parts = state_bytes(model, optimizer, device_type)

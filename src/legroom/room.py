@@ -42,6 +42,9 @@ SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is reco
 MOST_CALIBRATIONS = 4
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
+# From here on host memory that the plan does not need is given back: sheltered steps swap everything, and a plan that
+# is given up at once would need it again.
+STEADY_STEPS = 16
 # Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
 FIRST_CHECK = 64
 
@@ -133,6 +136,8 @@ class Room:
         self._measured_curve: tuple[int, ...] = ()
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
+        self._steps_of_plan = 0
+        self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
@@ -277,9 +282,9 @@ class Room:
         self._schedule = schedule
         self._program = Program(trace, schedule)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
-        sizes = [trace.storages[storage].nbytes for storage in swapped]
-        self._device.trim(sizes)
-        self._device.prepare(sizes)
+        self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
+        self._device.prepare(self._in_flight)
+        self._steps_of_plan = 0
         self._calibrated = False
         self._measured_curve = ()
 
@@ -331,6 +336,9 @@ class Room:
             return
         self._planned += 1
         self._seconds.append(seconds)
+        self._steps_of_plan += 1
+        if self._steps_of_plan == STEADY_STEPS:
+            self._device.trim(self._in_flight)
         if self._look_at_pieces():
             return
         if run.curve is None or self.trace is None or self.timeline is None:
@@ -394,7 +402,7 @@ class Room:
             held=held(trace) if trace is not None else (),
             unreplayable=unreplayable(trace) if trace is not None else (),
             distrusted=tuple(sorted(self._setting.distrusted)),
-            fallbacks=dict(self._setting.fallbacks),
+            fallbacks={**self._setting.fallbacks, **self._device.complaints()},
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from legroom.alloclog import Log, SampledLog
 from legroom.errors import DeviceError
 from legroom.runtime.device import Copy, FileCopy, Fingerprint, FutureCopy, HostCopy
-from legroom.runtime.hashing import DeviceFingerprint, hash_bytes
+from legroom.runtime.hashing import DeviceFingerprint, hash_bytes, prepare_digests
 from legroom.runtime.pinned import Buffer, PinnedPool, StagedFile, pages
 from legroom.runtime.spill import CLOSED, SpillFile
 from legroom.units import format_bytes
@@ -130,6 +130,7 @@ class CudaDevice:
         self._fraction_before: float | None = None
         # Without expandable segments a block may be up to 1 MiB larger than asked for, and no plan can say by how much.
         _allocator_settings("expandable_segments:True")
+        prepare_digests(torch.device("cuda", index))
 
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity_bytes) * self.granularity_bytes
@@ -206,6 +207,12 @@ class CudaDevice:
 
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
         return DeviceFingerprint(storage)
+
+    def complaints(self) -> dict[str, int]:
+        found = {"bytes swapped to a file, the host budget being spent": self.spilled_bytes}
+        if self.pool.refusal:
+            found[f"less main memory could be pinned than allowed: {self.pool.refusal}"] = 1
+        return {name: count for name, count in found.items() if count}
 
     def set_cap(self, nbytes: int | None) -> None:
         """Let the allocator reserve at most so much; None: as much as before."""

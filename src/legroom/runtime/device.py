@@ -46,7 +46,6 @@ class Device(Protocol):
     smallest_swap_bytes: int
     has_cap: bool  # whether set_cap() is kept by the allocator, for all that it reserves
     answers_later: bool  # whether fingerprints arrive some time after they are asked for
-    spilled_bytes: int
 
     def rounded(self, nbytes: int) -> int: ...
     def alive_bytes(self) -> int | None: ...
@@ -61,6 +60,7 @@ class Device(Protocol):
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy: ...
     def digest(self, storage: torch.UntypedStorage) -> bytes: ...
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint: ...
+    def complaints(self) -> dict[str, int]: ...
     def set_cap(self, nbytes: int | None) -> None: ...
     def close(self) -> None: ...
 
@@ -119,7 +119,6 @@ class CpuDevice:
     smallest_swap_bytes = 16 * 1024
     has_cap = False
     answers_later = False
-    spilled_bytes = 0  # what found no place in pinned memory; here the file is where swapped bytes belong
 
     def __init__(self, spill_dir: str | None = None) -> None:
         self.spill = SpillFile(spill_dir)
@@ -175,6 +174,10 @@ class CpuDevice:
 
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
         return _Digest(self.digest(storage))
+
+    def complaints(self) -> dict[str, int]:
+        """What did not go as it should, for the report, and how often or how many bytes."""
+        return {}
 
     def set_cap(self, nbytes: int | None) -> None:
         """The CPU has no allocator cap; the budget is kept by the schedule and checked by the allocator's log."""
