@@ -216,7 +216,8 @@ def conditions(arguments: Sequence[str], commit: str | None) -> dict[str, str]:
     git = ["git", "-C", str(ROOT)]
     changed = "+changes" if _said(*git, "status", "--porcelain", "src", "bench") else ""
     return {
-        "command": shlex.join(["python", "bench/budget.py", *arguments]),
+        # Folders of the machine it ran on say nothing to others.
+        "command": shlex.join(["python", "bench/budget.py", *(Path(a).name if "/" in a else a for a in arguments)]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or (_said(*git, "rev-parse", "HEAD") or "unknown") + changed,
         "gpu and driver": gpu[0] if gpu else "none",

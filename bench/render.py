@@ -61,7 +61,7 @@ def draw(results: Results, path: Path) -> bool:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     workloads = results.workloads()
     figure, panels = pyplot.subplots(1, len(workloads), figsize=(5.2 * len(workloads), 4.6), squeeze=False)
@@ -77,6 +77,8 @@ def draw(results: Results, path: Path) -> bool:
             panel.axhline(plain.mean_ms, color="grey", linewidth=0.5)
         # Offloading everything takes tens of times as long as the rest; on a linear axis nothing else would be seen.
         panel.set_yscale("log")
+        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            set_formatter(ticker.ScalarFormatter())
         panel.set(title=workload, xlabel="peak allocated, GiB", ylabel="ms per step")
         panel.legend(fontsize=7)
     figure.tight_layout()
