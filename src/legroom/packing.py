@@ -13,8 +13,6 @@ from legroom import tables as t
 from legroom.kernels import KEEP, MEMORY, OP, READ, ROW, WRITE, Codes, Words, lower_codes, run_program
 from legroom.tables import Floats, Ints, Tables
 
-LINE = 64  # bytes of a cache line
-
 
 class Packed(NamedTuple):
     """The tables as the kernels take them."""
@@ -123,16 +121,9 @@ def _written(tables: Tables) -> Ints:
 
 
 def _flat(table: Ints, length: int) -> Ints:
-    flat = _aligned(len(table) * length, np.int64)
-    flat.reshape(-1, length)[:, : table.shape[1]] = table
-    return flat
-
-
-def _aligned(length: int, kind: type[np.generic]) -> Any:
-    """Zeros from a border of cache lines on, so that a row is in one line."""
-    room = np.zeros(length * np.dtype(kind).itemsize + LINE, np.uint8)
-    first = -room.ctypes.data % LINE
-    return room[first : first + length * np.dtype(kind).itemsize].view(kind)
+    rows = np.zeros((len(table), length), np.int64)
+    rows[:, : table.shape[1]] = table
+    return rows.reshape(-1)
 
 
 def possible_codes(codes: Codes, packed: Packed) -> Codes:
@@ -145,7 +136,7 @@ def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
     return Program(
         offsets=np.zeros(ticks + 2, np.uint32),
         instructions=np.zeros(5 * gaps, np.uint32),
-        replays=_aligned(gaps * ROW, np.int64),
+        replays=np.zeros(gaps * ROW, np.int64),
         replay_ops=np.zeros(replay_room, np.int64),
         failure=np.zeros(4, np.int64),
     )
@@ -160,7 +151,7 @@ def scratch(tables: Tables) -> Scratch:
     sizes |= dict.fromkeys(("made", "last_use"), values)
     words = ("back", "away", "fetch", "following", "latest", "found", "met")
     arrays: dict[str, Any] = {
-        name: _aligned(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
+        name: np.zeros(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
     }
     return Scratch(**arrays)
 
