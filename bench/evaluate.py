@@ -4,7 +4,8 @@
 
 The traces are GPT training steps written by a generator: a pack and an unpack for each gap. Times are processor time of
 one thread, the least of many passes, so that other work on the machine changes them little. A pass goes over 16
-different random mixes: one vector again and again would be learnt by heart by the branch predictor.
+different random mixes: one vector again and again would be learnt by heart by the branch predictor. In "one changes"
+each differs from the one before in one gap, as when a planner searches.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from legroom.hardware import PRESETS
 from legroom.ir import Op, Phase, Storage, Tick, Trace, Value, validate
 from legroom.kernels import Codes
 from legroom.planners import PLANNERS
+from legroom.tables import NEVER
 
 ROOT = Path(__file__).parents[1]
 MIXES = 16
@@ -187,18 +189,22 @@ def vectors(gaps: int) -> dict[str, list[Codes]]:
     plain = {"all keep": KEEP, "overlap": OVERLAP, "sync": SYNC}
     same = {name: [np.full(gaps, code, np.int8)] * MIXES for name, code in plain.items()}
     mixes = {"random mix": (KEEP, OVERLAP, SYNC, RECOMPUTE), "with sharing": (KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)}
-    return same | {name: [rng.choice(m, gaps).astype(np.int8) for _ in range(MIXES)] for name, m in mixes.items()}
+    fresh = {name: [rng.choice(m, gaps).astype(np.int8) for _ in range(MIXES)] for name, m in mixes.items()}
+    steps = [fresh["with sharing"][0]]
+    while len(steps) < MIXES:
+        steps.append(steps[-1].copy())
+        steps[-1][rng.integers(gaps)] = rng.choice(mixes["with sharing"])
+    return same | fresh | {"one changes": steps}
 
 
 def evaluation(gaps: int, repeats: int) -> list[dict[str, Any]]:
     trace = gpt(gaps)
     evaluator = Evaluator(trace, PRESETS["h200"])
-    program = evaluator.lowered(np.zeros(evaluator.gaps, np.int8))
     rows = []
     for name, codes in vectors(evaluator.gaps).items():
         lowered = [evaluator.lowered(c) for c in codes]
         calls = {
-            "lower": [lambda c=c: evaluator._lower(c, program) for c in codes],
+            "lower": [lambda c=c: evaluator._work(c, NEVER, evaluator._judged, runs=False) for c in codes],
             "run": [lambda p=p: evaluator.run(p) for p in lowered],
             "evaluate": [lambda c=c: evaluator.evaluate(c) for c in codes],
         }

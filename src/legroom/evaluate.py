@@ -5,6 +5,8 @@ Exactly `simulate()` of `lower()`, and the peak of `check_schedule()`; a propert
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from legroom import kernels, packing
@@ -12,7 +14,7 @@ from legroom.errors import BudgetError
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
 from legroom.kernels import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Codes
-from legroom.packing import Program
+from legroom.packing import Walk
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 from legroom.tables import NEVER, Ints, tabulate
 from legroom.units import format_bytes
@@ -42,11 +44,13 @@ class Evaluator:
         self.gaps = len(self.tables.gaps)
         self._packed = packing.pack(self.tables)
         self._scratch = packing.scratch(self.tables)
-        self._program = packing.empty_program(self._packed)
+        self._memory = (*self._packed, *self._scratch)
+        self._judged = (*self._memory, *packing.empty_walk(self._packed))
         self._ahead = np.zeros(self.gaps, np.int64)
         self._possible = packing.possible_codes(np.ones(self.gaps, np.int8), self._packed)
         self._codes = np.zeros(self.gaps, np.int8)
         self._epoch = 0
+        self._lowered: tuple[Any, ...] = ()  # where the last lowering went
 
     def evaluate(self, codes: Codes) -> tuple[int, int]:
         """(nanoseconds, peak bytes); both NEVER where a recomputation is impossible."""
@@ -54,14 +58,16 @@ class Evaluator:
 
     def judge(self, codes: Codes, budget_bytes: int) -> tuple[int, int, int]:
         """(nanoseconds, peak bytes, bytes above the budget summed over all ticks), or IMPOSSIBLE."""
-        return self._run(self._lower(codes, self._program), budget_bytes)
+        return self._work(codes, budget_bytes, self._judged)
 
-    def lowered(self, codes: Codes) -> Program:
-        """The program of these codes, to run more than once."""
-        return self._lower(codes, packing.empty_program(self._packed))
+    def lowered(self, codes: Codes) -> Walk:
+        """The walk of these codes, to run more than once."""
+        walk = packing.empty_walk(self._packed)
+        self._work(codes, NEVER, (*self._memory, *walk), runs=False)
+        return walk
 
-    def run(self, program: Program) -> tuple[int, int]:
-        return self._run(program, NEVER)[:2]
+    def run(self, walk: Walk) -> tuple[int, int]:
+        return self._work(self._codes, NEVER, (*self._memory, *walk), lowers=False)[:2]
 
     def curve(self) -> Ints:
         """The peak of each tick under what was evaluated last. A view: copy it to keep it."""
@@ -81,16 +87,18 @@ class Evaluator:
         decisions = tuple(_DECISIONS[code] for code in codes.tolist())
         return Plan(decisions, signature(self.trace), planner, budget_bytes, peak, nanoseconds / 1e9, notes)
 
-    def _lower(self, codes: Codes, program: Program) -> Program:
+    def _work(
+        self, codes: Codes, limit: int, arrays: tuple[Any, ...], *, lowers: bool = True, runs: bool = True
+    ) -> tuple[int, int, int]:
         np.multiply(codes, self._possible, out=self._codes)
         self._epoch += 1
-        packing.lower(self._codes, self._ahead, self._epoch, self._packed, self._scratch, program)
-        return program
-
-    def _run(self, program: Program, limit: int) -> tuple[int, int, int]:
-        if program.failure[0] != kernels.OK:
+        used, nanoseconds, peak, excess = kernels.lower_and_run(
+            lowers, runs, arrays is self._lowered, limit, self._codes, self._ahead, self._epoch, *arrays
+        )
+        if lowers:
+            self._lowered = arrays if used >= 0 else ()
+        if used < 0:
             return IMPOSSIBLE
-        nanoseconds, peak, excess = packing.run(program, limit, self._packed, self._scratch)
         # What is alive before the first tick is out of any plan's reach.
         head = self.trace.head_peak_bytes
         return nanoseconds, max(peak, head), excess + max(0, head - limit)

@@ -1,7 +1,9 @@
-"""The compiled half of planning: lower decisions to a program, and run a program.
+"""The compiled half of planning: lower decisions to a walk through the ticks, and run it.
 
-`lower_codes` is the only lowering there is; `schedule.lower` wraps its program into instructions, and the evaluator
-runs it with `run_program`, which must agree to the nanosecond and the byte with `simulate()` and `check_schedule()`.
+`lower_and_run` is the only lowering there is. What it decides is written down twice: as the instructions of
+`schedule.lower` (by `packing.lower`), and as a walk, which has fewer steps (frees are summed up by tick, and what
+always comes in pairs is one step) and which the evaluator runs. That must agree to the nanosecond and the byte with
+`simulate()` and `check_schedule()` of the instructions.
 
 All compiled functions are in this one file, and so are the constants they freeze: a cached function is not rebuilt when
 another file changes. They take flat arrays, which `packing` makes from the tables and names; row r of a table has its
@@ -28,6 +30,8 @@ Words = npt.NDArray[np.uint32]
 KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED, AHEAD = 0, 1, 2, 3, 4, 5
 # Instruction codes: those that copy, those that wait or free, and replays. An instruction is gap << KIND_BITS | code.
 SWAP_OUT, PREFETCH, RELEASE, AWAIT, DROP, REPLAY, KIND_BITS, KIND_MASK = 0, 1, 2, 3, 4, 5, 3, 7
+# Steps of a walk, coded alike: copy out, copy out and wait, fetch and wait, fetch, wait for a fetch, replay.
+OUT, OUT_NOW, IN_NOW, IN, WAIT, AGAIN = 0, 1, 2, 3, 4, 5
 # Why a recomputation is impossible.
 OK, NO_WRITER, NOT_REPLAYABLE = 0, 1, 2
 # Bit code * 2 + whether a gap ends: whether the model of the lanes must look at that (swaps start, replays end).
@@ -36,20 +40,28 @@ MATTERS = 1 << OVERLAP * 2 | 1 << SYNC * 2 | 1 << AHEAD * 2 | 1 << RECOMPUTE * 2
 # leave it in memory. REPLAYED is for those that are here since a replay of their own.
 HERE, ALONE, STAYS, REPLAYED = 0, 1, 2, 4
 
-# Columns, and the length of a row: ops, what they read (with all there is to know about the value), what they write.
-NS, ISSUE_NS, WORKSPACE, REPLAYABLE, READS, WRITES, BY_ITSELF, OP = 0, 1, 2, 3, 4, 5, 6, 8
+# Columns, and the length of a row, all in words as they fill the cache: ops, what they read (with all there is to know
+# about the value), what they write; and what ops cost. Bytes take two words, the lower first.
+READS, WRITES, REPLAYABLE, OP = 0, 1, 2, 4
 READ_VALUE, READ_FROM, READ_UNTIL, READ_FIRST, READ_STOP, READ_WRITER, READ_BYTES, READ = 0, 1, 2, 3, 4, 5, 6, 8
 # The gaps of a value written are those that it stands in.
-WRITE_VALUE, WRITE_BEFORE, WRITE_BYTES, WRITE_FIRST, WRITE_STOP, WRITE = 0, 1, 2, 3, 4, 8
+WRITE_VALUE, WRITE_BEFORE, WRITE_FIRST, WRITE_STOP, WRITE_BYTES, WRITE = 0, 1, 2, 3, 4, 8
+NS, ISSUE_NS, WORKSPACE, BY_ITSELF, COST = 0, 1, 2, 3, 4
+NONE = 2**32 - 1  # no op, no value
+# Gaps: what copying them takes. Ticks: what the segment before does to the lanes; level and peak with everything kept.
+NBYTES, OUT_NS, IN_NS, COPY = 0, 1, 2, 4
+AFTER_COMPUTE, AFTER_HOST, ISSUED, LANES = 0, 1, 2, 3
+LEVEL, TOP, HEIGHTS = 0, 1, 2
 # Replays: what they do to the lanes, how far they take memory above the level at their start, the bytes they leave
 # there; how many ops they have, where these are in `replay_ops`, and how many gaps follow them there, whose storages
 # stay.
 COMPUTE, HOST, ISSUE, PEAK, BYTES, OPS, REPLAY_OP, REPLAY_GAPS, ROW = 0, 1, 2, 3, 4, 5, 6, 7, 8
-# Replays remembered: as above up to OPS; the number of gaps they met, and one (0: nothing here), plus SOME_MET times
-# how many of these they read; what they do about each, two bits; and these gaps, at most MOST_MET, two in a word. Two
-# rows for each gap, small as they fill the cache: the one that meets nothing else that is away, which is the most
-# frequent in most plans, and the last of the others.
-MET, STATES, FIRST_MET, MOST_MET, SOME_MET, MEMORY = 6, 7, 8, 16, 256, 16
+# Replays remembered: the number of gaps they met, and one (0: nothing here), plus SOME_MET times how many of these they
+# read, plus SOME_OPS times how many ops they have; what they do about each gap, two bits; the gaps, at most MOST_MET,
+# two in a word; and as above up to BYTES. Few meet more than three, and the rest fits into one line of the cache, so
+# gaps from the fourth on stand after that. Two rows for each gap: the one that meets nothing else that is away, which
+# is the most frequent in most plans, and the last of the others. More of them pay only for plans seen before.
+MET, STATES, REMEMBERED, MOST_MET, SOME_MET, SOME_OPS, MEMORY = 0, 1, 3, 16, 2**8, 2**16, 16
 # Rates.
 RATE_OUT, RATE_IN, RATE_DUPLEX_OUT, RATE_DUPLEX_IN, RATE_SHARE, RATE_LATENCY, RATE_SYNCHRONOUS = 0, 1, 2, 3, 4, 5, 6
 
@@ -93,6 +105,13 @@ def _advance(compute: int, host: int, after_compute: int, after_host: int, issue
 
 
 @_inner
+def _pass(compute: int, host: int, tick: int, lanes: Ints) -> tuple[int, int]:
+    """The segment before a tick on the lanes."""
+    row = tick * LANES
+    return _advance(compute, host, lanes[row + AFTER_COMPUTE], lanes[row + AFTER_HOST], lanes[row + ISSUED])
+
+
+@_inner
 def _copy_ns(
     nbytes: int, start: int, other_free: int, undisturbed: int, alone: float, together: float, latency: int
 ) -> int:
@@ -107,9 +126,23 @@ def _copy_ns(
 
 
 @_inner
+def _bytes(words: Words, at: int) -> int:
+    nbytes: int = words[at] + words[at + 1] * TICKS
+    return nbytes
+
+
+@_inner
+def _remembered(memory: Ints, row: int, i: int) -> int:
+    """The i-th gap that a replay has met."""
+    at = i + 1
+    gap: int = memory[row + STATES + (at >> 1) + (BYTES + 1 if at > 3 else 0)] >> ((at & 1) << 5) & LOW
+    return gap
+
+
+@_inner
 def _close(
-    gap: int, tick: int, stamp: int, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints,
-    reads: Ints, back: Words, away: Words, found: Words, seen: Ints, met: Words, last_use: Ints,
+    gap: int, tick: int, stamp: int, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Words,
+    ops: Words, reads: Words, back: Words, away: Words, found: Words, seen: Ints, met: Words, last_use: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Collect into `found`, in program order, the ops that bring the gap's storage back.
 
@@ -120,9 +153,9 @@ def _close(
     use = stamp * (len(ops) // OP)  # uses by an earlier replay lie below
     missing = True
     while missing:
-        if writer < 0 or not ops[writer * OP + REPLAYABLE]:
-            failure[0] = NO_WRITER if writer < 0 else NOT_REPLAYABLE
-            failure[1], failure[2], failure[3] = gap, writer if writer >= 0 else reader, value
+        if writer == NONE or not ops[writer * OP + REPLAYABLE]:
+            failure[0] = NO_WRITER if writer == NONE else NOT_REPLAYABLE
+            failure[1], failure[2], failure[3] = gap, reader if writer == NONE else writer, value
             return -1, many
         if seen[writer] != stamp:
             seen[writer] = stamp
@@ -137,7 +170,7 @@ def _close(
             if read >= stop:
                 break
             row = read & LOW
-            value, writer, missing = reads[row + READ_VALUE] & LOW, reads[row + READ_WRITER], True
+            value, writer, missing = reads[row + READ_VALUE], reads[row + READ_WRITER], True
             last_use[value] = max(last_use[value], use + reader)
             if reads[row + READ_FROM] <= tick <= reads[row + READ_UNTIL]:
                 missing = False
@@ -169,8 +202,8 @@ def _close(
 
 @_inner
 def _stay(
-    row: int, tick: int, stamp: int, count: int, many: int, place: int, starts: Words, ends: Words, ops: Ints,
-    writes: Ints, back: Words, away: Words, found: Words, met: Words, last_use: Ints, replays: Ints, replay_ops: Ints,
+    row: int, tick: int, stamp: int, count: int, many: int, place: int, starts: Words, ends: Words, ops: Words,
+    writes: Words, back: Words, away: Words, found: Words, met: Words, last_use: Ints, replays: Ints, replay_ops: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Let stay what the ops in `found` make and a gap wants; add to `met` the gaps of all they make.
 
@@ -192,8 +225,8 @@ def _stay(
                     met[many & LOW] = other
                     many += 1
                     if state == STAYS:
-                        last_use[writes[at + WRITE_VALUE] & LOW] = forever
-                        nbytes += writes[at + WRITE_BYTES]
+                        last_use[writes[at + WRITE_VALUE]] = forever
+                        nbytes += _bytes(writes, at + WRITE_BYTES)
                         back[other] = tick
                         away[other] = HERE
                         if place + stay < len(replay_ops):
@@ -213,13 +246,13 @@ def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
 
 @_inner
 def _replay(
-    row: int, stamp: int, count: int, synchronous: bool, replays: Ints, ops: Ints, reads: Ints, writes: Ints,
-    found: Words, made: Ints, last_use: Ints,
+    row: int, stamp: int, count: int, synchronous: bool, replays: Ints, ops: Words, reads: Words, writes: Words,
+    costs: Ints, found: Words, made: Ints, last_use: Ints,
 ) -> None:  # fmt: skip
     """What the ops in `found` do: the row of the replay."""
     compute, host, issued = 0, -FAR, 0
     for i in range(count):
-        ns, issue = ops[found[i] * OP + NS], ops[found[i] * OP + ISSUE_NS]
+        ns, issue = costs[found[i] * COST + NS], costs[found[i] * COST + ISSUE_NS]
         if synchronous and i > 0:
             compute += issue + ns
             host += issue + ns
@@ -231,7 +264,7 @@ def _replay(
     replays[row + ISSUE] = -1 if synchronous else issued
     replays[row + OPS] = count
     if count == 1:  # nothing is made on the way
-        replays[row + PEAK] = ops[found[0] * OP + BY_ITSELF]
+        replays[row + PEAK] = costs[found[0] * COST + BY_ITSELF]
         return
     # How far above its start it takes memory: the walk of schedule.Replay.
     extra = peak = 0
@@ -242,43 +275,30 @@ def _replay(
         first, stop = ops[this + WRITES] * WRITE, ops[following + WRITES] * WRITE
         for write in range(first, stop, WRITE):
             before = writes[(write & LOW) + WRITE_BEFORE]
-            if before >= 0 and made[before] == stamp and last_use[before] == now:
+            if before != NONE and made[before] == stamp and last_use[before] == now:
                 made[before] = 0  # the same bytes go on as the next version
             else:
-                extra += writes[(write & LOW) + WRITE_BYTES]
-        peak = max(peak, extra + ops[this + WORKSPACE])
+                extra += _bytes(writes, (write & LOW) + WRITE_BYTES)
+        peak = max(peak, extra + costs[op * COST + WORKSPACE])
         for read in range(ops[this + READS] * READ, ops[following + READS] * READ, READ):
-            value = reads[(read & LOW) + READ_VALUE] & LOW
+            value = reads[(read & LOW) + READ_VALUE]
             if made[value] == stamp and last_use[value] == now:
                 made[value] = 0
-                extra -= reads[(read & LOW) + READ_BYTES]
+                extra -= _bytes(reads, (read & LOW) + READ_BYTES)
         for write in range(first, stop, WRITE):
-            value = writes[(write & LOW) + WRITE_VALUE] & LOW
+            value = writes[(write & LOW) + WRITE_VALUE]
             if last_use[value] > now:
                 made[value] = stamp
             else:
-                extra -= writes[(write & LOW) + WRITE_BYTES]
+                extra -= _bytes(writes, (write & LOW) + WRITE_BYTES)
     replays[row + PEAK] = peak
 
 
 @_inner
-def _recall(gap: int, tick: int, starts: Words, away: Words, memory: Ints) -> int:
-    """Where a replay is remembered that holds for what is away now, or -1."""
-    for row in range(2 * gap * MEMORY, (2 * gap + 2) * MEMORY, MEMORY):
-        states = 0
-        for i in range((memory[row + MET] & SOME_MET - 1) - 1):
-            other = memory[row + FIRST_MET + (i >> 1)] >> ((i & 1) << 5) & LOW
-            states |= _state(other, tick, starts, away) << (i << 1)
-        if memory[row + MET] > 0 and states == memory[row + STATES]:
-            return row
-    return -1
-
-
-@_inner
 def _replays(
-    epoch: int, starts: Words, ends: Words, targets: Ints, makers: Ints, ops: Ints, reads: Ints, writes: Ints,
-    by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, met: Words, made: Ints,
-    last_use: Ints, memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
+    epoch: int, starts: Words, ends: Words, targets: Ints, makers: Words, ops: Words, reads: Words, writes: Words,
+    costs: Ints, by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, met: Words,
+    made: Ints, last_use: Ints, memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
     """All replays; how much of `replay_ops` those need that are not remembered.
 
@@ -292,16 +312,26 @@ def _replays(
             continue
         away[gap] = STAYS
         end, row = ends[gap], gap * ROW
-        known = _recall(gap, end, starts, away, memory)
-        if known >= 0:
-            read, many = memory[known + MET] // SOME_MET, (memory[known + MET] & SOME_MET - 1) - 1
+        known = 2 * gap * MEMORY
+        last = known + MEMORY
+        while known <= last:  # is one remembered that holds for what is away now?
+            states = 0
+            for i in range((memory[known + MET] & SOME_MET - 1) - 1):
+                states |= _state(_remembered(memory, known, i), end, starts, away) << (i << 1)
+            if memory[known + MET] > 0 and states == memory[known + STATES] & LOW:
+                break
+            known += MEMORY
+        if known <= last:
+            header = memory[known + MET]
+            read, many = (header & SOME_OPS - 1) // SOME_MET, (header & SOME_MET - 1) - 1
             for i in range(many):
-                other = memory[known + FIRST_MET + (i >> 1)] >> ((i & 1) << 5) & LOW
+                other = _remembered(memory, known, i)
                 if i < read or _state(other, end, starts, away) == STAYS:
                     back[other] = min(back[other], end)
                     away[other] &= ALONE | REPLAYED
-            for i in range(OPS + 1):
-                replays[row + i] = memory[known + i]
+            for i in range(BYTES + 1):
+                replays[row + i] = memory[known + REMEMBERED + i]
+            replays[row + OPS] = header // SOME_OPS
             away[gap] = REPLAYED
             continue
         stamp = epoch * len(by_end) + position
@@ -315,18 +345,21 @@ def _replays(
             replays, replay_ops,
         )  # fmt: skip
         away[gap] = REPLAYED
-        _replay(row, stamp, count, synchronous, replays, ops, reads, writes, found, made, last_use)
+        _replay(row, stamp, count, synchronous, replays, ops, reads, writes, costs, found, made, last_use)
         replays[row + REPLAY_OP] = used
         for i in range(min(count, len(replay_ops) - used)):
             replay_ops[used + i] = found[i]
         used += count + replays[row + REPLAY_GAPS]
         if many <= MOST_MET:
             known = (2 * gap + (states & states - 1 != 0)) * MEMORY
-            for i in range(OPS + 1):
-                memory[known + i] = replays[row + i]
-            memory[known + MET], memory[known + STATES] = many + 1 + read * SOME_MET, states
-            for i in range(0, many, 2):
-                memory[known + FIRST_MET + (i >> 1)] = met[i & LOW] + met[(i & LOW) + 1] * TICKS
+            memory[known + MET] = many + 1 + read * SOME_MET + count * SOME_OPS
+            memory[known + STATES] = states
+            for i in range(BYTES + 1):
+                memory[known + REMEMBERED + i] = replays[row + i]
+            for i in range(many):
+                at = i + 1
+                place = known + STATES + (at >> 1) + (BYTES + 1 if at > 3 else 0)
+                memory[place] = met[i & LOW] if at & 1 == 0 else memory[place] & LOW | met[i & LOW] * TICKS
     return used
 
 
@@ -353,10 +386,9 @@ def _call_back(
 
 @_inner
 def _releases(
-    codes: Codes, ahead: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, after_compute: Ints, after_host: Ints,
-    issue: Ints, events: Ints, synchronous: bool, share: float, replays: Ints, back: Words, away: Words, release: Ints,
-    fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints, following: Words, lists: Ints, times: Ints,
-    waiting: Ints, latest: Words,
+    codes: Codes, ahead: Ints, copies: Ints, firsts: Words, lanes: Ints, events: Ints, synchronous: bool, share: float,
+    replays: Ints, back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints,
+    done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, freed: Ints, waits: Words,
 ) -> None:  # fmt: skip
     """Model the step up to the fetches: when each tick is reached, and the first tick that finds each copy out done.
 
@@ -381,7 +413,8 @@ def _releases(
             waiting[tick] = 0
             if synchronous:
                 host = max(host, compute)
-            compute, host = _advance(compute, host, after_compute[tick], after_host[tick], issue[tick])
+            compute, host = _pass(compute, host, tick, lanes)
+            freed[tick], waits[tick] = 0, len(codes)
             times[tick] = compute  # never behind the host, as an op ends after it is issued
             while next_done <= compute:
                 gap = queue[head & LOW] & LOW
@@ -390,6 +423,8 @@ def _releases(
                 if tick < back[gap]:
                     release[gap] = tick
                     copied[firsts[gap]] = 1
+                    freed[tick] += copies[gap * COPY + NBYTES]
+                    waits[tick] = gap  # the last of them is the last to be done
                     _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
             reached += 1
         if i == count:
@@ -406,14 +441,15 @@ def _releases(
             compute, host = _advance(compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE])
         elif back[gap] > tick:
             sync = codes[gap] == SYNC
-            waiting[back[gap] + 1] += in_ns[gap] if sync else 0
+            waiting[back[gap] + 1] += copies[gap * COPY + IN_NS] if sync else 0
             if copied[firsts[gap]]:
                 release[gap], reused[gap] = tick, 1
+                freed[tick] += copies[gap * COPY + NBYTES]
                 _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
                 continue
-            out_free = max(out_free, compute) + out_ns[gap]
+            out_free = max(out_free, compute) + copies[gap * COPY + OUT_NS]
             if share > 0.0:
-                compute += int(out_ns[gap] * share)
+                compute += int(copies[gap * COPY + OUT_NS] * share)
             # A synchronous one is released here and now, the others wait in the queue. No branch, as above.
             compute = max(compute, out_free if sync else 0)
             release[gap] = tick if sync else -1
@@ -426,7 +462,7 @@ def _releases(
 
 
 @_inner
-def _fetches(in_ns: Ints, release: Ints, fetch: Words, following: Words, times: Ints, latest: Words) -> None:
+def _fetches(copies: Ints, release: Ints, fetch: Words, following: Words, times: Ints, latest: Words) -> None:
     """When each copy back starts, reserving the lane in from the end of the step towards its beginning."""
     lane = FAR
     near = len(times) - 1  # where the last search ended: the next one is seldom far
@@ -435,7 +471,7 @@ def _fetches(in_ns: Ints, release: Ints, fetch: Words, following: Words, times: 
         latest[tick] = 0
         while gap >= 0:
             # The lead of an eighth covers a lane slowed by copies out; a fetch that is late stalls the whole step.
-            start = min(times[tick], lane) - in_ns[gap] - (in_ns[gap] >> 3)
+            start = min(times[tick], lane) - copies[gap * COPY + IN_NS] - (copies[gap * COPY + IN_NS] >> 3)
             near = min(near, tick)
             while near > 0 and times[near] > start:
                 near -= 1
@@ -449,137 +485,91 @@ def _fetches(in_ns: Ints, release: Ints, fetch: Words, following: Words, times: 
 
 @_inner
 def _emit(
-    codes: Codes, starts: Words, ends: Words, back: Words, away: Words, release: Ints, fetch: Words, reused: Ints,
-    lists: Ints, offsets: Words, instructions: Words,
+    codes: Codes, starts: Words, ends: Words, copies: Ints, back: Words, away: Words, release: Ints, fetch: Words,
+    reused: Ints, lists: Ints, offsets: Words, steps: Words, freed: Ints,
 ) -> None:  # fmt: skip
-    """The instructions by tick. Within a tick: free, copy out, free what waits, what is needed now, fetch ahead."""
+    """The steps of the walk by tick. Within a tick: copy out, what is needed now, replay, fetch ahead; then by gap."""
     many = len(codes)
     offsets[:] = 0
-    # A list for each of these, in which an entry is tick << 32 | instruction.
-    free, out, wait, need, replay, early = 0, many, 2 * many, 3 * many, 5 * many, 6 * many
+    # A list for each of these, in which an entry is tick << 32 | step. No branch, as above: a list always gets an
+    # entry, and the next one takes its place unless it counts.
+    out, need, replay, early = 0, many, 2 * many, 3 * many
     for gap in range(many):
-        this, start = gap << KIND_BITS, starts[gap]
-        if codes[gap] == RECOMPUTE or codes[gap] == SHARED:
-            end = ends[gap]
-            gone = 1 if codes[gap] == RECOMPUTE or back[gap] > start else 0
-            again = 1 if away[gap] == REPLAYED else 0
-            lists[free & LOW] = start * TICKS | this | DROP
-            lists[replay & LOW] = end * TICKS | this | REPLAY
-            offsets[start + 2] += gone
-            offsets[end + 2] += again
-            free += gone
-            replay += again
-        elif release[gap] >= 0:
-            end, at, freed = back[gap], fetch[gap], release[gap]
-            if reused[gap]:
-                lists[free & LOW] = start * TICKS | this | DROP
-                free += 1
-            else:
-                lists[out & LOW] = start * TICKS | this | SWAP_OUT
-                out += 1
-                offsets[freed + 2] += 1
-                if codes[gap] == SYNC:
-                    lists[wait & LOW] = freed * TICKS | this | RELEASE
-                    wait += 1
-                else:
-                    lists[free & LOW] = freed * TICKS | this | RELEASE
-                    free += 1
-            if at < end:
-                lists[early & LOW] = at * TICKS | this | PREFETCH
-                early += 1
-            else:
-                lists[need & LOW] = at * TICKS | this | PREFETCH
-                need += 1
-            lists[need & LOW] = end * TICKS | this | AWAIT
-            need += 1
-            offsets[start + 2] += 1
-            offsets[at + 2] += 1
-            offsets[end + 2] += 1
+        this, code, start, end, at = gap << KIND_BITS, codes[gap], starts[gap], back[gap], fetch[gap]
+        swapped = release[gap] >= 0
+        copied = swapped & (reused[gap] == 0)
+        ahead = swapped & (at < end)
+        again = away[gap] == REPLAYED
+        lists[out & LOW] = start * TICKS | this | (OUT_NOW if code == SYNC else OUT)
+        lists[need & LOW] = end * TICKS | this | (WAIT if ahead else IN_NOW)
+        lists[replay & LOW] = ends[gap] * TICKS | this | AGAIN
+        lists[early & LOW] = at * TICKS | this | IN
+        out += copied
+        need += swapped
+        replay += again
+        early += ahead
+        offsets[start + 2] += copied
+        offsets[at + 2] += ahead
+        offsets[(end if swapped else ends[gap]) + 2] += swapped | again
+        freed[start] += copies[gap * COPY + NBYTES] if (code == RECOMPUTE) | (code == SHARED) & (end > start) else 0
     total = 0
     for tick in range(len(offsets)):
         total += offsets[tick]
         offsets[tick] = total
-    stages = (0, free), (many, out), (2 * many, wait), (3 * many, need), (5 * many, replay), (6 * many, early)
-    for first, stop in stages:
+    for first, stop in (0, out), (many, need), (2 * many, replay), (3 * many, early):
         for i in range(first, stop):
             entry = lists[i & LOW]
             after = (entry >> 32 & LOW) + 1
             place = offsets[after]
             offsets[after] = place + 1
-            instructions[place] = entry & LOW
+            steps[place] = entry & LOW
 
 
-@_compiled
-def lower_codes(
-    codes: Codes, ahead: Ints, epoch: int,
-    starts: Words, ends: Words, sizes: Ints, out_ns: Ints, in_ns: Ints, firsts: Words, targets: Ints, makers: Ints,
-    after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, ops: Ints, reads: Ints, writes: Ints,
-    events: Ints, by_end: Words, rates: Floats,
-    back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints, done: Ints,
-    following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints, met: Words,
-    made: Ints, last_use: Ints, memory: Ints, peaks: Ints,
-    offsets: Words, instructions: Words, replays: Ints, replay_ops: Ints, failure: Ints,
-) -> int:  # fmt: skip
-    """See packing.lower()."""
-    synchronous = rates[RATE_SYNCHRONOUS] > 0.0
-    failure[0] = OK
-    for gap in range(len(codes)):
-        back[gap] = ends[gap]
-        release[gap] = -1
-        copied[gap] = reused[gap] = 0
-        away[gap] = (ALONE if codes[gap] == RECOMPUTE else HERE) | (STAYS if codes[gap] == SHARED else HERE)
-    used = _replays(
-        epoch, starts, ends, targets, makers, ops, reads, writes, by_end, synchronous, back, away, found, seen, met,
-        made, last_use, memory, replays, replay_ops, failure,
-    )  # fmt: skip
-    if failure[0] == OK and len(times) > 0:
-        _releases(
-            codes, ahead, out_ns, in_ns, firsts, after_compute, after_host, issue, events, synchronous,
-            rates[RATE_SHARE], replays, back, away, release, fetch, copied, reused, queue, done, following, lists,
-            times, waiting, latest,
-        )  # fmt: skip
-        _fetches(in_ns, release, fetch, following, times, latest)
-        _emit(codes, starts, ends, back, away, release, fetch, reused, lists, offsets, instructions)
-    return used
-
-
-@_compiled
-def run_program(
-    offsets: Words, instructions: Words, replays: Ints, limit: int, sizes: Ints, out_ns: Ints, in_ns: Ints,
-    after_compute: Ints, after_host: Ints, issue: Ints, levels: Ints, tops: Ints, rates: Floats, done: Ints,
-    peaks: Ints,
+@_inner
+def run_walk(
+    limit: int, copies: Ints, lanes: Ints, heights: Ints, rates: Floats, done: Ints, peaks: Ints, offsets: Words,
+    steps: Words, freed: Ints, waits: Words, replays: Ints,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """See packing.run()."""
+    """(nanoseconds, peak bytes, bytes above the limit summed over ticks); `peaks` has each tick's peak.
+
+    This is `simulate()` and `check_schedule()` without their records.
+    """
     synchronous, latency, share = rates[RATE_SYNCHRONOUS] > 0.0, int(rates[RATE_LATENCY]), rates[RATE_SHARE]
     zero: Any = np.int64(0)  # as above
-    compute = host = out_free = in_free = zero
+    compute = host = out_free = in_free = out_now = zero
     absent = highest = excess = 0
+    done[len(done) - 1] = 0  # for ticks that wait for nothing
     for tick in range(len(peaks)):
-        compute, host = _advance(compute, host, after_compute[tick], after_host[tick], issue[tick])
-        level, peak = levels[tick], 0
+        compute, host = _pass(compute, host, tick, lanes)
+        compute = max(compute, done[waits[tick]])
+        absent += freed[tick]
+        level, peak = heights[tick * HEIGHTS + LEVEL], 0
         for position in range(offsets[tick], offsets[tick + 1]):
-            kind, gap = instructions[position] & KIND_MASK, instructions[position] >> KIND_BITS
-            nbytes = sizes[gap]
-            if kind == SWAP_OUT:
+            kind, gap = steps[position] & KIND_MASK, steps[position] >> KIND_BITS
+            nbytes = copies[gap * COPY + NBYTES]
+            if kind <= OUT_NOW:
                 start = max(out_free, compute)
-                ns = _copy_ns(nbytes, start, in_free, out_ns[gap], rates[RATE_OUT], rates[RATE_DUPLEX_OUT], latency)
+                alone, together = rates[RATE_OUT], rates[RATE_DUPLEX_OUT]
+                ns = _copy_ns(nbytes, start, in_free, copies[gap * COPY + OUT_NS], alone, together, latency)
                 done[gap] = out_free = start + ns
                 if share > 0.0:
                     compute += int(ns * share)
-            elif kind == RELEASE:
-                compute = max(compute, done[gap])
-                absent += nbytes
-            elif kind == DROP:
-                absent += nbytes
-            elif kind == PREFETCH:
-                start = max(in_free, compute)  # the copy out is over: compute waited for it at the release
-                ns = _copy_ns(nbytes, start, out_free, in_ns[gap], rates[RATE_IN], rates[RATE_DUPLEX_IN], latency)
+                # Waited for after all copies out of this tick are under way.
+                out_now = out_free if kind == OUT_NOW else out_now
+                absent += nbytes if kind == OUT_NOW else 0
+                continue
+            compute = max(compute, out_now)
+            if kind <= IN:
+                start = max(in_free, compute)  # the copy out is over: compute waited for it
+                alone, together = rates[RATE_IN], rates[RATE_DUPLEX_IN]
+                ns = _copy_ns(nbytes, start, out_free, copies[gap * COPY + IN_NS], alone, together, latency)
                 done[gap] = in_free = start + ns
                 if share > 0.0:
                     compute += int(ns * share)
                 absent -= nbytes
                 peak = max(peak, level - absent)
-            elif kind == AWAIT:
+                compute = max(compute, in_free if kind == IN_NOW else 0)
+            elif kind == WAIT:
                 compute = max(compute, done[gap])
             else:
                 if synchronous:
@@ -591,12 +581,63 @@ def run_program(
                 )
                 absent -= replays[row + BYTES]
                 peak = max(peak, level - absent)
+        compute = max(compute, out_now)
         if synchronous:
             host = max(host, compute)
-        peak = max(peak, tops[tick] - absent)
+        peak = max(peak, heights[tick * HEIGHTS + TOP] - absent)
         peaks[tick] = peak
         highest = max(highest, peak)
         excess += max(0, peak - limit)
     last = len(peaks)
-    compute, host = _advance(compute, host, after_compute[last], after_host[last], issue[last])
+    compute, host = _pass(compute, host, last, lanes)
     return compute, highest, excess
+
+
+@_compiled
+def lower_and_run(
+    lowers: bool, runs: bool, again: bool, limit: int, codes: Codes, ahead: Ints, epoch: int,
+    starts: Words, ends: Words, copies: Ints, firsts: Words, targets: Ints, makers: Words, lanes: Ints, heights: Ints,
+    ops: Words, reads: Words, writes: Words, costs: Ints, events: Ints, by_end: Words, rates: Floats,
+    wanted: Words, back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints,
+    done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints,
+    met: Words, made: Ints, last_use: Ints, memory: Ints, peaks: Ints,
+    offsets: Words, steps: Words, freed: Ints, waits: Words, replays: Ints, replay_ops: Ints, failure: Ints,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Lower the codes into a walk if `lowers`, then run it if `runs`.
+
+    Returns how much the replays need of `replay_ops` (see packing.lower), -1 where one is impossible, and what run_walk
+    returns. `again` says that the last lowering succeeded, with all these arrays. One entry for both, as each costs
+    3 µs for what Python hands over.
+    """
+    used = nanoseconds = highest = excess = 0
+    if lowers:
+        synchronous = rates[RATE_SYNCHRONOUS] > 0.0
+        failure[0] = OK
+        differ = 0
+        for gap in range(len(codes)):
+            release[gap] = -1
+            copied[gap] = reused[gap] = 0
+            before = wanted[gap]
+            wanted[gap] = (ALONE if codes[gap] == RECOMPUTE else HERE) | (STAYS if codes[gap] == SHARED else HERE)
+            differ |= before ^ wanted[gap]
+        # What replays do depends only on what is recomputed; `back`, `away` and `replays` have stood since.
+        if differ or not again:
+            for gap in range(len(codes)):
+                back[gap] = ends[gap]
+                away[gap] = wanted[gap]
+            used = _replays(
+                epoch, starts, ends, targets, makers, ops, reads, writes, costs, by_end, synchronous, back, away, found,
+                seen, met, made, last_use, memory, replays, replay_ops, failure,
+            )  # fmt: skip
+        if failure[0] == OK and len(times) > 0:
+            _releases(
+                codes, ahead, copies, firsts, lanes, events, synchronous, rates[RATE_SHARE], replays, back, away,
+                release, fetch, copied, reused, queue, done, following, lists, times, waiting, latest, freed, waits,
+            )  # fmt: skip
+            _fetches(copies, release, fetch, following, times, latest)
+            _emit(codes, starts, ends, copies, back, away, release, fetch, reused, lists, offsets, steps, freed)
+    if runs and failure[0] == OK:
+        nanoseconds, highest, excess = run_walk(
+            limit, copies, lanes, heights, rates, done, peaks, offsets, steps, freed, waits, replays,
+        )  # fmt: skip
+    return used if failure[0] == OK else -1, nanoseconds, highest, excess

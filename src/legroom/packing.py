@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from legroom import kernels as k
 from legroom import tables as t
-from legroom.kernels import KEEP, MEMORY, OP, READ, ROW, WRITE, Codes, Words, lower_codes, run_program
+from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, MEMORY, OP, READ, ROW, WRITE, Codes, Words
 from legroom.tables import Floats, Ints, Tables
+
+LINE = 64  # bytes of a cache line
 
 
 class Packed(NamedTuple):
@@ -19,39 +22,51 @@ class Packed(NamedTuple):
 
     starts: Words  # gaps
     ends: Words
-    sizes: Ints  # bytes
-    out_ns: Ints
-    in_ns: Ints
+    copies: Ints
     firsts: Words  # the first gap of the same storage
     targets: Ints  # the value in it
-    makers: Ints  # the op that made that
-    after_compute: Ints  # ticks: what the segment before does to the lanes; the last is the end of the step
-    after_host: Ints
-    issue: Ints
-    levels: Ints
-    tops: Ints  # the peak with everything kept
-    ops: Ints  # one more than there are
-    reads: Ints
-    writes: Ints
+    makers: Words  # the op that made that
+    lanes: Ints  # ticks, and one more for the end of the step
+    heights: Ints
+    ops: Words  # one more than there are
+    reads: Words
+    writes: Words
+    costs: Ints  # ops
     # Where gaps start and end: tick << 32 | gap << 1 | whether it ends. In this order; within a tick starts first.
     events: Ints
     by_end: Words  # gaps in the order in which they end
     rates: Floats
 
 
+class Walk(NamedTuple):
+    """A lowered plan as it is run.
+
+    `failure` is (code, gap, op, value) where a replay is impossible; the rest is void then.
+    """
+
+    offsets: Words  # steps of tick t are offsets[t] .. offsets[t + 1] - 1
+    steps: Words
+    freed: Ints  # tick: bytes freed before its steps; those of synchronous copies are not among them
+    waits: Words  # tick: the gap whose copy out is waited for before that
+    replays: Ints  # a row for each gap: lane effect, peak and bytes above the level at its start, its `replay_ops`
+    replay_ops: Ints  # as much as there is room for; lower() returns how much there is
+    failure: Ints
+
+
 class Program(NamedTuple):
-    """A lowered plan. `failure` is (code, gap, op, value) where a replay is impossible; the rest is void then."""
+    """A lowered plan as instructions; the rest is as in its walk."""
 
     offsets: Words  # instructions of tick t are offsets[t] .. offsets[t + 1] - 1
     instructions: Words
-    replays: Ints  # a row for each gap: lane effect, peak and bytes above the level at its start, its `replay_ops`
-    replay_ops: Ints  # as much as there is room for; lower() returns how much there is
+    replays: Ints
+    replay_ops: Ints
     failure: Ints
 
 
 class Scratch(NamedTuple):
     """Memory of the kernels. `seen`, `made` and `last_use` hold stamps, numbers that only grow: nothing is cleared."""
 
+    wanted: Words  # gap: whether it is to be recomputed, in the last lowering
     back: Words  # gap: the tick at which its storage must be back
     away: Words  # gap: what a replay does that makes its storage
     release: Ints  # gap: the tick at which it is freed, -1 for not at all
@@ -59,7 +74,7 @@ class Scratch(NamedTuple):
     copied: Ints  # first gap of a storage: whether the host has a copy
     reused: Ints  # gap: whether it needs no copy out
     queue: Ints
-    done: Ints  # when copies are over
+    done: Ints  # gap, and one for none: when its copy is over
     following: Words  # gap: the next in the list of `latest`, and one
     lists: Ints
     times: Ints  # tick: when it is reached
@@ -77,28 +92,27 @@ class Scratch(NamedTuple):
 def pack(tables: Tables) -> Packed:
     gaps, values = tables.gaps, tables.values
     starts, ends, firsts = (gaps[:, c].astype(np.uint32) for c in (t.G_START, t.G_END, t.G_FIRST))
-    sizes, out_ns, in_ns, targets = (gaps[:, c].copy() for c in (t.G_BYTES, t.G_OUT, t.G_IN, t.G_VALUE))
-    after_compute, after_host, issue = (tables.segments[:, c].copy() for c in (t.X_COMPUTE, t.X_HOST, t.X_ISSUE))
-    costs = (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE, t.O_REPLAYABLE, t.O_READS, t.O_WRITES, t.O_ALONE)
-    about = (t.V_FROM, t.V_UNTIL, t.V_FIRST, t.V_STOP, t.V_WRITER, t.V_BYTES)
+    targets = gaps[:, t.G_VALUE].copy()
+    links, costs = (t.O_READS, t.O_WRITES, t.O_REPLAYABLE), (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE, t.O_ALONE)
+    read = values[tables.reads]
+    nowhere = read[:, t.V_UNTIL] < 0
+    since = np.where(nowhere, k.NONE, read[:, t.V_FROM])
+    until = np.where(nowhere, 0, np.minimum(read[:, t.V_UNTIL], k.NONE))
+    about = read[:, (t.V_FIRST, t.V_STOP, t.V_WRITER)]
     speeds = (t.R_OUT, t.R_IN, t.R_DUPLEX_OUT, t.R_DUPLEX_IN, t.R_SHARE, t.R_LATENCY, t.R_SYNCHRONOUS)
     return Packed(
         starts=starts,
         ends=ends,
-        sizes=sizes,
-        out_ns=out_ns,
-        in_ns=in_ns,
+        copies=_flat(gaps[:, (t.G_BYTES, t.G_OUT, t.G_IN)], COPY, np.int64),
         firsts=firsts,
         targets=targets,
-        makers=np.append(values[:, t.V_WRITER], -1)[targets],  # a target of -1 has none
-        after_compute=after_compute,
-        after_host=after_host,
-        issue=issue,
-        levels=tables.ticks[:, t.T_LEVEL].copy(),
-        tops=tables.ticks[:, t.T_PEAK].copy(),
-        ops=_flat(tables.ops[:, costs], OP),
-        reads=_flat(np.column_stack([tables.reads, values[tables.reads][:, about]]), READ),
-        writes=_flat(np.column_stack([tables.writes, _written(tables)]), WRITE),
+        makers=np.append(values[:, t.V_WRITER], -1)[targets].astype(np.uint32),  # a target of -1 has none
+        lanes=_flat(tables.segments[:, (t.X_COMPUTE, t.X_HOST, t.X_ISSUE)], LANES, np.int64),
+        heights=_flat(tables.ticks[:, (t.T_LEVEL, t.T_PEAK)], HEIGHTS, np.int64),
+        ops=_flat(tables.ops[:, links], OP, np.uint32),
+        reads=_flat(np.column_stack([tables.reads, since, until, about, _halves(read[:, t.V_BYTES])]), READ, np.uint32),
+        writes=_flat(np.column_stack([tables.writes, _written(tables)]), WRITE, np.uint32),
+        costs=_flat(tables.ops[:, costs], COST, np.int64),
         by_end=np.argsort(gaps[:, t.G_END], kind="stable").astype(np.uint32),
         events=_events(gaps[:, t.G_START], gaps[:, t.G_END]),
         rates=tables.rates[list(speeds)],
@@ -112,18 +126,29 @@ def _events(starts: Ints, ends: Ints) -> Ints:
 
 
 def _written(tables: Tables) -> Ints:
-    """Of each value written: its bytes, and the gaps in which it stands, first and one past the last."""
+    """Of each value written: the gaps in which it stands, first and one past the last, and its bytes."""
     written = tables.writes[:, 0]
-    about = tables.values[written][:, (t.V_BYTES, t.V_FIRST, t.V_STOP)]
-    stands = np.append(tables.gaps[:, t.G_VALUE], -1)[about[:, 1]] == written  # all gaps of a storage have one version
-    about[:, 2] = np.where(stands, about[:, 2], about[:, 1])
-    return about
+    about = tables.values[written]
+    first = about[:, t.V_FIRST]
+    stands = np.append(tables.gaps[:, t.G_VALUE], -1)[first] == written  # all gaps of a storage have one version
+    return np.column_stack([first, np.where(stands, about[:, t.V_STOP], first), _halves(about[:, t.V_BYTES])])
 
 
-def _flat(table: Ints, length: int) -> Ints:
-    rows = np.zeros((len(table), length), np.int64)
-    rows[:, : table.shape[1]] = table
-    return rows.reshape(-1)
+def _halves(numbers: Ints) -> Ints:
+    return np.column_stack([numbers & k.LOW, numbers >> 32])
+
+
+def _flat(table: Ints, length: int, kind: type[np.generic]) -> Any:
+    flat = _aligned(len(table) * length, kind)
+    flat.reshape(-1, length)[:, : table.shape[1]] = table.astype(kind)  # -1 becomes NONE
+    return flat
+
+
+def _aligned(length: int, kind: type[np.generic]) -> Any:
+    """Zeros from a border of cache lines on, so that a row is in one line."""
+    room = np.zeros(length * np.dtype(kind).itemsize + LINE, np.uint8)
+    first = -room.ctypes.data % LINE
+    return room[first : first + length * np.dtype(kind).itemsize].view(kind)
 
 
 def possible_codes(codes: Codes, packed: Packed) -> Codes:
@@ -131,27 +156,35 @@ def possible_codes(codes: Codes, packed: Packed) -> Codes:
     return np.where(packed.starts < packed.ends, codes, np.int8(KEEP))
 
 
-def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
-    ticks, gaps = len(packed.levels), len(packed.ends)
-    return Program(
+def empty_walk(packed: Packed, *, replay_room: int = 0) -> Walk:
+    ticks, gaps = len(packed.heights) // HEIGHTS, len(packed.ends)
+    return Walk(
         offsets=np.zeros(ticks + 2, np.uint32),
-        instructions=np.zeros(5 * gaps, np.uint32),
-        replays=np.zeros(gaps * ROW, np.int64),
+        steps=np.zeros(3 * gaps, np.uint32),
+        freed=np.zeros(ticks, np.int64),
+        waits=np.zeros(ticks, np.uint32),
+        replays=_aligned(gaps * ROW, np.int64),
         replay_ops=np.zeros(replay_room, np.int64),
         failure=np.zeros(4, np.int64),
     )
 
 
+def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
+    walk = empty_walk(packed, replay_room=replay_room)
+    instructions = np.zeros(5 * len(packed.ends), np.uint32)
+    return Program(walk.offsets.copy(), instructions, walk.replays, walk.replay_ops, walk.failure)
+
+
 def scratch(tables: Tables) -> Scratch:
     ticks, gaps, ops, values = len(tables.ticks), len(tables.gaps), len(tables.ops), len(tables.values)
     met = len(tables.reads) + len(tables.writes) + 1  # they are taken two at a time
-    sizes = {"lists": 7 * gaps, "waiting": ticks + 1, "met": met, "memory": 2 * gaps * MEMORY}
+    sizes = {"lists": 4 * gaps, "waiting": ticks + 1, "met": met, "memory": 2 * gaps * MEMORY, "done": gaps + 1}
     sizes |= dict.fromkeys(("times", "latest", "peaks"), ticks)
     sizes |= dict.fromkeys(("found", "seen"), ops)
     sizes |= dict.fromkeys(("made", "last_use"), values)
-    words = ("back", "away", "fetch", "following", "latest", "found", "met")
+    words = ("wanted", "back", "away", "fetch", "following", "latest", "found", "met")
     arrays: dict[str, Any] = {
-        name: np.zeros(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
+        name: _aligned(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
     }
     return Scratch(**arrays)
 
@@ -163,17 +196,37 @@ def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, 
     `codes` are `possible_codes`; `ahead` is read for AHEAD only. `epoch` is above zero and above that of any call
     before with the same scratch memory.
     """
-    arrays: tuple[Any, ...] = (*packed, *work, *program)
-    return lower_codes(codes, ahead, epoch, *arrays)
+    walk = empty_walk(packed)._replace(replays=program.replays, replay_ops=program.replay_ops, failure=program.failure)
+    arrays: tuple[Any, ...] = (*packed, *work, *walk)
+    used = k.lower_and_run(True, False, False, 0, codes, ahead, epoch, *arrays)[0]
+    if program.failure[0] == k.OK:
+        _emit(codes, packed, work, program)
+    return used
 
 
-def run(program: Program, limit: int, packed: Packed, work: Scratch) -> tuple[int, int, int]:
-    """(nanoseconds, peak bytes, bytes above the limit summed over ticks) of a program; `peaks` has each tick's peak.
-
-    This is `simulate()` and `check_schedule()` without their records.
-    """
-    return run_program(
-        program.offsets, program.instructions, program.replays, limit, packed.sizes, packed.out_ns, packed.in_ns,
-        packed.after_compute, packed.after_host, packed.issue, packed.levels, packed.tops, packed.rates, work.done,
-        work.peaks,
-    )  # fmt: skip
+def _emit(codes: Codes, packed: Packed, work: Scratch, program: Program) -> None:
+    """The instructions by tick. Within a tick: free, copy out, free what waits, what is needed now, fetch ahead."""
+    start, end, at, freed = packed.starts, work.back, work.fetch, work.release
+    swapped = freed >= 0
+    copies = swapped & (work.reused == 0)
+    drops = (codes == k.RECOMPUTE) | (codes == k.SHARED) & (end > start) | swapped & ~copies
+    early = swapped & (at < end)
+    stages = (
+        (0, drops, start, k.DROP),
+        (0, copies & (codes != k.SYNC), freed, k.RELEASE),
+        (1, copies, start, k.SWAP_OUT),
+        (2, copies & (codes == k.SYNC), freed, k.RELEASE),
+        (3, swapped & ~early, at, k.PREFETCH),
+        (3, swapped, end, k.AWAIT),  # after its fetch, as it has a higher code
+        (4, work.away == k.REPLAYED, packed.ends, k.REPLAY),
+        (5, early, at, k.PREFETCH),
+    )
+    rows = np.concatenate(
+        [
+            np.column_stack(np.broadcast_arrays(ticks[which], stage, np.flatnonzero(which), kind)).astype(np.int64)
+            for stage, which, ticks, kind in stages
+        ]
+    )
+    rows = rows[np.lexsort(rows.T[::-1])]
+    program.offsets[:] = np.searchsorted(rows[:, 0], np.arange(len(program.offsets)))
+    program.instructions[: len(rows)] = rows[:, 2] << k.KIND_BITS | rows[:, 3]

@@ -1,4 +1,4 @@
-"""A trace and a machine as integer arrays. Rows are addressed by the column names below; `kernels.pack` takes it on.
+"""A trace and a machine as integer arrays. Rows are addressed by the column names below; `packing.pack` takes it on.
 
 Times are integer nanoseconds. A copy's length is a product of two doubles cut to an integer, never a sum of products,
 so that compiled code and plain Python cannot differ by a fused multiply-add.
