@@ -10,7 +10,6 @@ import legroom
 from legroom import room as rooms
 from legroom.runtime.device import CpuDevice
 
-
 STEPS = 16
 
 
