@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.errors import BudgetError
+from legroom.plan import Recompute, Swap
+from legroom.planners.superneurons import SuperNeurons
+from tests.pure.strategies import hardwares, make_trace, traces
+from tests.pure.test_planners import assert_honest, peak_of
+from tests.pure.test_schedule import KB, LINK
+from tests.pure.test_vdnn import CONV, FAST, MM, NORM, POOL, RELU, actions, assert_rule_holds, budgets_of, net
+
+BLOCKS = (CONV, NORM, RELU) * 3
+
+
+def test_outputs_of_convolutions_are_swapped_and_the_rest_is_recomputed() -> None:
+    trace = net(BLOCKS)
+    plan = SuperNeurons(cache=False)(trace, FAST, peak_of(trace))
+    # Convolutions make 1, 4 and 7, and use 0, 3 and 6 at ticks 17, 14 and 11. Storage 1 is needed at 16; 4, at 13.
+    assert {s for s, decision in actions(trace, plan.decisions).items() if isinstance(decision, Swap)} == {1, 4, 7}
+    assert actions(trace, plan.decisions)[1] == Swap("ahead", 3)
+    assert actions(trace, plan.decisions)[7] == Swap("ahead", 1)  # the backward pass starts at tick 9
+    assert {s for s, decision in actions(trace, plan.decisions).items() if isinstance(decision, Recompute)} == {
+        2,
+        3,
+        5,
+        6,
+    }
+
+
+def test_multiplications_of_matrices_are_checkpoints_too() -> None:
+    trace = net([MM, RELU, MM, RELU, RELU])
+    plan = SuperNeurons(cache=False)(trace, FAST, peak_of(trace))
+    assert [type(decision) for decision in actions(trace, plan.decisions).values()] == [Swap, Recompute, Swap]
+
+
+@pytest.mark.parametrize(("cheap", "share"), [([NORM, RELU], True), ([NORM, RELU, POOL], False)])
+def test_a_segment_larger_than_any_layer_is_recomputed_output_by_output(cheap: list[str], share: bool) -> None:
+    trace = net([CONV, *cheap, CONV, *cheap, CONV, RELU])  # a layer reads and writes 2 kB
+    plan = SuperNeurons()(trace, LINK, peak_of(trace))
+    assert actions(trace, plan.decisions)[2] == actions(trace, plan.decisions)[3] == Recompute(share=share)
+
+
+def test_the_cache_lets_the_least_recently_used_go_and_no_more_than_must() -> None:
+    trace = net(BLOCKS * 2)
+    checkpoints = [1, 4, 7, 10, 13, 16]
+    floor = SuperNeurons(cache=False)(trace, FAST, peak_of(trace)).predicted_peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        SuperNeurons()(trace, FAST, floor - 1)
+    assert caught.value.floor_bytes == floor
+    gone = []
+    for budget in range(peak_of(trace), floor - 1, -KB):
+        plan = SuperNeurons()(trace, FAST, budget)
+        swapped = [s for s, decision in actions(trace, plan.decisions).items() if isinstance(decision, Swap)]
+        assert swapped == checkpoints[: len(swapped)]
+        gone.append(len(swapped))
+    assert gone == sorted(gone)
+    assert gone[0] == 0
+    assert len(set(gone)) > 2
+
+
+def test_what_only_a_convolution_can_bring_back_is_swapped_in_its_place() -> None:
+    """Autograd saves what comes out of the activation, and of the convolution before it nothing."""
+    trace = net([CONV, RELU] * 3 + [RELU], unsaved=frozenset({1, 3, 5}))
+    plan = SuperNeurons(cache=False)(trace, FAST, peak_of(trace))
+    assert [type(decision) for decision in actions(trace, plan.decisions).values()] == [Swap, Swap]
+    assert sorted(actions(trace, plan.decisions)) == [2, 4]
+
+
+def test_what_cannot_be_recomputed_is_kept() -> None:
+    trace = net(BLOCKS, why_not=frozenset({2}))
+    plan = SuperNeurons(cache=False)(trace, FAST, peak_of(trace))
+    assert 3 not in actions(trace, plan.decisions)
+    assert len(actions(trace, plan.decisions)) == 6
+
+
+@pytest.mark.parametrize("seed", [159, 369, 599])
+def test_what_can_be_recomputed_alone_but_not_together_is_no_obstacle(seed: int) -> None:
+    trace = make_trace(seed, forward=5 + seed % 20)
+    plan = SuperNeurons()(trace, LINK, 2 * peak_of(trace))
+    assert any(isinstance(decision, Recompute) for decision in plan.decisions)
+    assert_honest(trace, LINK, 2 * peak_of(trace), plan)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_plan_is_honest_or_names_its_floor(cache: bool, data: st.DataObject) -> None:
+    trace, hardware = data.draw(traces()), data.draw(hardwares())
+    assert_rule_holds(SuperNeurons(cache=cache), trace, hardware, data.draw(budgets_of(trace)))
