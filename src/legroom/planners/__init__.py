@@ -1,7 +1,8 @@
 """Planners: what to do about each gap. One system, one file.
 
 A planner is a value one calls with a trace, a machine and a budget; its knobs are the fields of a frozen dataclass. Its
-plan passes check_schedule() with a peak within the budget, or it raises BudgetError.
+plan passes check_schedule() with a peak within the budget, or it raises BudgetError: below the floor of the step, or,
+where its rule stops earlier, with the least peak that its rule reaches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planners.auto import Auto
+from legroom.planners.capuchin import Capuchin
+from legroom.planners.dtr import Dtr
+from legroom.planners.home import Home
+from legroom.planners.mimose import Mimose
 from legroom.planners.none import KeepAll
+from legroom.planners.sublinear import Sublinear
+from legroom.planners.superneurons import SuperNeurons
+from legroom.planners.tensile import Tensile
+from legroom.planners.vdnn import Vdnn
 from legroom.units import parse_bytes
 
 __all__ = ["PLANNERS", "Planner", "named", "plan"]
@@ -38,4 +47,15 @@ def plan(trace: Trace, hardware: Hardware, budget: int | str, *, planner: str | 
     return named(planner)(trace, hardware, parse_bytes(budget))
 
 
-PLANNERS: dict[str, Planner] = {"none": KeepAll(), "auto": Auto()}
+PLANNERS: dict[str, Planner] = {
+    "none": KeepAll(),
+    "vdnn": Vdnn(),
+    "superneurons": SuperNeurons(),
+    "sublinear": Sublinear(),
+    "dtr": Dtr(),
+    "capuchin": Capuchin(),
+    "home": Home(),
+    "mimose": Mimose(),
+    "tensile": Tensile(),
+    "auto": Auto(),
+}
