@@ -1,6 +1,7 @@
-"""The command line: `legroom demo` and `legroom doctor`.
+"""The command line.
 
-An error is one line on standard error and exit status 2; a stack trace is for those who write the code.
+An error is one line on standard error and exit status 2, or 1 where no plan fits; a stack trace is for those who write
+the code. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,13 +18,38 @@ from rich.table import Table
 
 from legroom import demo as demo_module
 from legroom import doctor as doctor_module
+from legroom import timeline, traceio
+from legroom.commands import comparing, planning, scatter, simulating
+from legroom.commands.arguments import budgets_in, check_targets, hardware_of, planners_of, read_plan, slowdown_of
+from legroom.commands.capturing import capture_script
+from legroom.compare import compare as compare_planners
+from legroom.compare import to_json as comparison_to_json
 from legroom.demo import DEFAULT_BUDGETS, Result, Setup
-from legroom.errors import LegroomError
+from legroom.errors import BudgetError, LegroomError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS
 from legroom.jsonio import write_text
+from legroom.page import printable
+from legroom.patience import patience
+from legroom.plan import to_json as plan_to_json
+from legroom.planners import named
+from legroom.simulate import simulate as simulate_plan
 from legroom.units import format_bytes, format_seconds
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
+_NARROWEST = 120  # columns of a table that goes into a file or a pipe
+_INTERRUPTED = 130  # how the parser ends at Ctrl-C
+
+TracePath = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace, as `legroom capture` writes it.")]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"The machine: {', '.join(PRESETS)}, or a file. h200 for traces of a GPU, cpu for others, if not named.",
+    ),
+]
 
 
 @app.callback()
@@ -84,6 +110,128 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    trace_path: TracePath,
+    budget: Annotated[
+        str | None, typer.Option(help="12GiB, or 50% of the way from the floor to the plain peak.")
+    ] = None,
+    max_slowdown: Annotated[
+        str | None, typer.Option(help="Instead of a budget: the least peak at this price, such as 5%.")
+    ] = None,
+    planner: Annotated[str, typer.Option(help="Who plans.")] = "auto",
+    hardware: HardwareName = None,
+    output: Annotated[Path | None, typer.Option(help="Write the plan here, not to standard output.")] = None,
+) -> None:
+    """Plan a trace. The plan is JSON, for `legroom simulate` and fit(plan=...). Exit status 1 if no plan fits."""
+    if (budget is None) == (max_slowdown is None):
+        raise LegroomError("name either --budget 12GiB or --max-slowdown 5%")
+    slowdown = slowdown_of(max_slowdown) if max_slowdown is not None else None
+    check_targets([output], sources=[trace_path])
+    chosen = named(planner)
+    trace = traceio.load(trace_path)
+    machine = hardware_of(hardware, trace)
+    budget_bytes = budgets_in(trace, [budget])[0] if budget is not None else None
+    with patience(f"{planner} is planning"):
+        made = planning.make_plan(trace, machine, chosen, budget_bytes=budget_bytes, max_slowdown=slowdown)
+        lines = planning.summary(trace, machine, made)
+    _put(plan_to_json(made), output)
+    _say(*lines)
+
+
+@app.command()
+def compare(
+    trace_path: TracePath,
+    budget: Annotated[
+        list[str], typer.Option(help="12GiB, or 50% of the way from the floor to the plain peak; more than once.")
+    ],
+    planners: Annotated[str | None, typer.Option(help="Who plans, separated by commas; all, if not named.")] = None,
+    hardware: HardwareName = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, max=1e6, help="Seconds that one answer may take.")] = 60.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Also draw the plot here, as a PNG.")] = None,
+) -> None:
+    """Let planners plan the same trace within the same budgets, and compare. Exit status 1 if none has any plan."""
+    check_targets([json_path, plot_path], sources=[trace_path])
+    if plot_path is not None:
+        scatter.check_matplotlib()
+    chosen = planners_of(planners)
+    trace = traceio.load(trace_path)
+    machine = hardware_of(hardware, trace)
+    budgets = budgets_in(trace, budget)
+    with comparing.progress(list(chosen), budgets) as watch:
+        found = compare_planners(trace, machine, budgets, chosen, time_limit_seconds=time_limit, watch=watch)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(_NARROWEST, console.width))
+    for budget_bytes in budgets:
+        console.print(comparing.table(found, budget_bytes))
+        for line in (*comparing.remarks(found, budget_bytes), ""):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in scatter.as_text(found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json_path is not None:
+        write_text(json_path, comparison_to_json(found), error=LegroomError)
+    if plot_path is not None:
+        scatter.write_png(found, plot_path)
+    if all(row.judged is None for row in found.rows):
+        floor = format_bytes(found.floor_bytes)
+        raise BudgetError(f"no planner has a plan within any of the budgets; the smallest that works is {floor}")
+
+
+@app.command()
+def simulate(
+    trace_path: TracePath,
+    plan_path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan for it, as `legroom plan` writes it.")],
+    hardware: HardwareName = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the timeline to this file.")] = None,
+    perfetto_path: Annotated[
+        Path | None, typer.Option("--perfetto", help="Also write the timeline for ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """Show the step that a plan makes on a modelled machine. Exit status 1 if it does not keep to its budget there."""
+    check_targets([json_path, perfetto_path], sources=[trace_path, plan_path])
+    trace = traceio.load(trace_path)
+    given = read_plan(plan_path)
+    machine = hardware_of(hardware, trace)
+    shown = simulate_plan(trace, given, machine)
+    for line in simulating.summary(trace, machine, given, shown):
+        sys.stdout.write(f"{line}\n")
+    if json_path is not None:
+        write_text(json_path, timeline.to_json(shown), error=LegroomError)
+    if perfetto_path is not None:
+        write_text(perfetto_path, timeline.to_perfetto(shown), error=LegroomError)
+    if shown.peak_bytes > given.budget_bytes:
+        raise BudgetError(
+            f"the plan's budget is {format_bytes(given.budget_bytes)}, but on {machine.name} it needs "
+            f"{format_bytes(shown.peak_bytes)}; plan again for this machine"
+        )
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def capture(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="Defines step(), and should define model and optimizer.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the trace goes; gzipped if it ends in .gz.")] = Path(
+        "trace.json.gz"
+    ),
+) -> None:
+    """Run a script, which must define a function step() that makes one training step, and trace that step.
+
+    The script is not run as __main__: a training loop behind `if __name__ == "__main__"` does not run. Options that
+    legroom does not know go to the script; write -- before those that are meant for it alone, such as its own --output.
+    """
+    check_targets([output], sources=[script])
+    trace = capture_script(script, arguments or [])
+    traceio.save(trace, output)
+    _say(
+        f"{printable(str(output))}: {len(trace.ops)} ops, {len(trace.gaps)} gaps on {trace.device}; peak "
+        f"{format_bytes(trace.peak_bytes)}, the smallest budget that works is {format_bytes(floor_bytes(trace))}"
+    )
+
+
 def main() -> None:
     """The entry point of the `legroom` command."""
     sys.exit(run(sys.argv[1:]))
@@ -94,17 +242,36 @@ def run(arguments: list[str]) -> int:
     try:
         app(arguments, prog_name="legroom")
     except SystemExit as end:  # how the parser ends, with its own message where an argument is wrong
+        if end.code == _INTERRUPTED:
+            return _complain("interrupted")
         return end.code if isinstance(end.code, int) else 0
+    except BudgetError as error:
+        return _complain(str(error), status=1)
     except (LegroomError, OSError) as error:
         return _complain(str(error))
+    except MemoryError:
+        return _complain("out of main memory")
     except Exception as error:
         return _complain(f"unexpected {type(error).__name__}: {error}; this is a bug, please report it")
     return 0
 
 
-def _complain(message: str) -> int:
-    sys.stderr.write(f"legroom: {' '.join(message.split())}\n")
-    return 2
+def _complain(message: str, *, status: int = 2) -> int:
+    _say(f"legroom: {printable(message)}")
+    return status
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        sys.stderr.write(f"{line}\n")
+
+
+def _put(text: str, path: Path | None) -> None:
+    if path is not None:
+        write_text(path, text, error=LegroomError)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()  # a disk that is full says so now
 
 
 @contextlib.contextmanager

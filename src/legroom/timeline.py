@@ -123,6 +123,9 @@ def to_perfetto(timeline: Timeline) -> str:
     for memory in timeline.memory:
         values = {"level": memory.level_bytes, "peak": memory.peak_bytes}
         events.append({"ph": "C", "pid": 2, "ts": memory.tick, "name": "bytes by tick", "args": values})
+    for stall in timeline.stalls:
+        wait = {"storage": stall.storage, "seconds": stall.seconds}
+        events.append({"ph": "i", "s": "p", "pid": 2, "ts": stall.tick, "name": f"stall: {stall.cause}", "args": wait})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 

@@ -33,6 +33,7 @@ ORDER = (
     "page",
     "report",
     "patience",
+    "compare",
     # torch
     "alloclog",
     "curve",
@@ -45,6 +46,7 @@ ORDER = (
     # edges
     "doctor",
     "demo",
+    "commands",
     "cli",
 )
 PURE = ORDER[: ORDER.index("alloclog")]
