@@ -28,6 +28,7 @@ ORDER = (
     "timeline",
     "simulate",
     "evaluate",
+    "bound",
     "planners",
     "reasons",
     "page",

@@ -1,0 +1,201 @@
+"""No plan is below the bound, and on simple steps some plan is at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.bound import LinearProgram, Relaxation, lower_bound
+from legroom.evaluate import OVERLAP, SYNC, Evaluator, floor_bytes
+from legroom.hardware import PRESETS, Hardware
+from legroom.ir import Storage, Trace
+from legroom.tables import NEVER, tabulate
+from tests.pure.strategies import hardwares, make_trace, traces
+from tests.pure.test_schedule import LINK, chain
+
+
+def link(rate: float) -> Hardware:
+    names = ("out", "in", "duplex_out", "duplex_in")
+    return dataclasses.replace(LINK, **{f"{name}_bytes_per_second": rate for name in names})  # type: ignore[arg-type]
+
+
+SLOW = link(1e3)  # nothing worth mentioning comes over it
+WAITING = dataclasses.replace(LINK, synchronous=True, copy_compute_share=0.5)
+
+
+def fast_plans(trace: Trace, hardware: Hardware, seed: int) -> list[tuple[int, int]]:
+    """(peak, nanoseconds) of all plans, or of random ones; those alone that no other of them beats in both."""
+    evaluator = Evaluator(trace, hardware)
+    rng = np.random.default_rng(seed)
+    if evaluator.gaps <= 4:
+        plans = [np.array(codes, np.int8) for codes in itertools.product(range(5), repeat=evaluator.gaps)]
+    else:
+        mixes = [rng.dirichlet(np.full(5, 0.7)) for _ in range(100)]
+        plans = [rng.choice(5, evaluator.gaps, p=mix).astype(np.int8) for mix in mixes]
+    plans.append(np.full(evaluator.gaps, SYNC, np.int8))
+    costs = [evaluator.evaluate(codes) for codes in plans]
+    found = [(peak, nanoseconds) for nanoseconds, peak in costs if nanoseconds < NEVER]
+    best = NEVER
+    out = []
+    for peak, nanoseconds in sorted(found):
+        if nanoseconds < best:
+            best = nanoseconds
+            out.append((peak, nanoseconds))
+    return out
+
+
+@given(traces(), hardwares(), st.integers(0, 2**32), st.sampled_from((2, 6, 1000)))
+@settings(max_examples=40, deadline=None)
+def test_no_plan_is_below_the_bound(trace: Trace, hardware: Hardware, seed: int, most_ticks: int) -> None:
+    for peak, nanoseconds in fast_plans(trace, hardware, seed):
+        assert lower_bound(trace, hardware, peak, most_ticks=most_ticks).seconds <= nanoseconds / 1e9
+
+
+@pytest.mark.parametrize("hardware", [PRESETS["h200"], PRESETS["cpu"], LINK, SLOW, WAITING], ids=lambda h: h.name)
+@pytest.mark.parametrize("issue", [0.0, 2e-6, 60e-6])
+def test_no_plan_is_below_the_bound_where_the_host_is_slow(hardware: Hardware, issue: float) -> None:
+    for seed in range(2):
+        trace = make_trace(seed, forward=20)
+        trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, issue_seconds=issue) for op in trace.ops))
+        for peak, nanoseconds in fast_plans(trace, hardware, seed):
+            assert lower_bound(trace, hardware, peak).seconds <= nanoseconds / 1e9
+
+
+def test_with_room_for_everything_it_is_the_plain_step() -> None:
+    for hardware in (PRESETS["h200"], PRESETS["cpu"]):
+        trace = make_trace(11, forward=12)
+        evaluator = Evaluator(trace, hardware)
+        nanoseconds, peak = evaluator.evaluate(np.zeros(evaluator.gaps, np.int8))
+        assert lower_bound(trace, hardware, peak).seconds == nanoseconds / 1e9
+
+
+def test_below_the_floor_there_is_no_plan() -> None:
+    trace = make_trace(11, forward=12)
+    floor = floor_bytes(trace)
+    assert lower_bound(trace, LINK, floor).seconds < math.inf
+    assert lower_bound(trace, LINK, floor - 1).seconds == math.inf
+
+
+@pytest.mark.parametrize(
+    ("hardware", "budget", "microseconds"),
+    [
+        (LINK, 7000, 17),  # a swap is free
+        (SLOW, 7000, 18),  # one op again
+        (SLOW, 5000, 20),  # one op for each kilobyte
+        (dataclasses.replace(WAITING, copy_compute_share=1.0), 7000, 18),  # an op again is half of what two copies take
+        (dataclasses.replace(WAITING, copy_compute_share=0.2), 7000, 17.2),  # the copy out may be the last fifth of it
+        (dataclasses.replace(SLOW, latency_seconds=1.0), 6000, 19),
+    ],
+)
+def test_what_a_chain_takes(hardware: Hardware, budget: int, microseconds: float) -> None:
+    """Nine levels of a kilobyte, a microsecond for each op, for each kilobyte on LINK and for nothing else."""
+    assert lower_bound(chain(8), hardware, budget).seconds == pytest.approx(microseconds * 1e-6, rel=5e-4)
+
+
+def test_what_must_be_copied_takes_time() -> None:
+    """Nothing can be recomputed, and 2 KB of 8 must be away from tick 7 to 9."""
+    trace = chain(8)
+    trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, why_not="random") for op in trace.ops))
+    assert lower_bound(trace, LINK, 6000).seconds == pytest.approx(17e-6)
+    # At 4 µs for a kilobyte, the first of which may leave after 1 µs, 2 KB are gone at 9 µs: tick 7 would be at 7. None
+    # may start to come back before tick 10, now at 12 µs, so both are back at 20: tick 15 would be at 17.
+    assert lower_bound(trace, link(0.25e9), 6000).seconds == pytest.approx(22e-6, rel=1e-3)
+
+
+def test_an_op_that_is_not_in_memory_by_itself_is_paid_for_too() -> None:
+    """Op 1 reads what op 0 made, which is saved by nobody: to recompute x2 runs both."""
+    trace = chain(4)
+    storages = list(trace.storages)
+    storages[1] = dataclasses.replace(storages[1], gaps=(), kind="temporary")
+    trace = dataclasses.replace(trace, storages=tuple(storages))
+    plain = lower_bound(trace, SLOW, trace.peak_bytes).seconds
+    assert lower_bound(chain(4), SLOW, trace.peak_bytes - 1000).seconds == pytest.approx(plain + 1e-6)
+    assert lower_bound(trace, SLOW, trace.peak_bytes - 1000).seconds == pytest.approx(plain + 2e-6)
+
+
+@given(traces(), hardwares())
+@settings(max_examples=12, deadline=None)
+def test_more_memory_never_lifts_it(trace: Trace, hardware: Hardware) -> None:
+    floor, peak = floor_bytes(trace), max(trace.head_peak_bytes, trace.peak_bytes)
+    bounds = [lower_bound(trace, hardware, floor + (peak - floor) * part // 4).seconds for part in range(5)]
+    for tighter, wider in itertools.pairwise(bounds):
+        assert wider <= tighter * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rate", [1e9, 0.5e9, 0.25e9])
+@pytest.mark.parametrize("most_ticks", range(2, 12))
+def test_to_look_at_a_chain_more_coarsely_never_lifts_it(rate: float, most_ticks: int) -> None:
+    for why_not in ("", "random"):
+        trace = dataclasses.replace(chain(8), ops=tuple(dataclasses.replace(o, why_not=why_not) for o in chain(8).ops))
+        for budget in (4000, 6000, 7500):
+            coarse = lower_bound(trace, link(rate), budget, most_ticks=most_ticks).seconds
+            assert coarse <= lower_bound(trace, link(rate), budget).seconds * (1 + 1e-6)
+
+
+def test_a_second_gap_needs_no_second_copy() -> None:
+    """x1 is away in two gaps: on a lane out that carries one kilobyte in the time there is, both are free."""
+    trace = chain(8)
+    trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, why_not="random") for op in trace.ops))
+    storages = list(trace.storages)
+    storages[1] = dataclasses.replace(storages[1], gaps=((1, 8), (9, 15)))
+    trace = dataclasses.replace(trace, storages=tuple(s if s.id == 1 else no_gaps(s) for s in storages))
+    ticks = [dataclasses.replace(k, peak_bytes=k.level_bytes + (i in (7, 10)) * 900) for i, k in enumerate(trace.ticks)]
+    trace = dataclasses.replace(trace, ticks=tuple(ticks))
+    hardware = dataclasses.replace(link(1e9), out_bytes_per_second=0.2e9, duplex_out_bytes_per_second=0.2e9)
+    evaluator = Evaluator(trace, hardware)
+    plain = evaluator.evaluate(np.zeros(2, np.int8))[0]
+    nanoseconds, peak = evaluator.evaluate(np.full(2, OVERLAP, np.int8))
+    assert nanoseconds == plain
+    for most_ticks in (2, 3, 4, 1000):
+        assert lower_bound(trace, hardware, peak, most_ticks=most_ticks).seconds == plain / 1e9
+
+
+def no_gaps(storage: Storage) -> Storage:
+    return dataclasses.replace(storage, gaps=())
+
+
+@given(traces(), hardwares(), st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None)
+def test_any_duals_prove_something_true(trace: Trace, hardware: Hardware, seed: int) -> None:
+    """A solver that stops early, or is wrong, cannot lift the bound."""
+    program = Relaxation(tabulate(trace, hardware), floor_bytes(trace)).program
+    columns, duals = program.solve(60.0)
+    if columns is None:
+        return
+    best = float(columns @ np.array(program.cost))
+    rng = np.random.default_rng(seed)
+    assert program.proven(duals) == pytest.approx(best, rel=1e-6, abs=1e-6)
+    for scale in (0.0, 0.1, 1.0):
+        assert program.proven(duals + rng.normal(size=len(duals)) * scale) <= best * (1 + 1e-6) + 1e-6
+    assert program.proven(np.full(len(duals), math.nan)) == 0.0
+
+
+def test_out_of_time_it_is_still_a_bound() -> None:
+    trace = make_trace(5, forward=40)
+    bound = lower_bound(trace, PRESETS["cpu"], floor_bytes(trace), time_limit_seconds=0.0)
+    plain = Evaluator(trace, PRESETS["cpu"]).evaluate(np.zeros(len(trace.gaps), np.int8))[0]
+    assert plain / 1e9 <= bound.seconds <= lower_bound(trace, PRESETS["cpu"], floor_bytes(trace)).seconds
+
+
+def test_fractions_say_what_to_do() -> None:
+    bound = lower_bound(chain(8), SLOW, 5000)
+    assert bound.recomputed.sum() == pytest.approx(3.0, abs=1e-3)
+    assert bound.swapped.sum() == pytest.approx(0.0, abs=1e-3)
+    assert len(bound.swapped) == len(chain(8).gaps)
+
+
+def test_a_linear_program_by_hand() -> None:
+    """The least of 2x + 3y where x + y >= 4 and x <= 3."""
+    program = LinearProgram()
+    x, y = program.column(3.0, cost=2.0), program.column(10.0, cost=3.0)
+    program.row((x, 1.0), (y, 1.0), least=4.0)
+    columns, duals = program.solve(10.0)
+    assert columns is not None
+    assert columns.tolist() == pytest.approx([3.0, 1.0])
+    assert program.proven(duals) == pytest.approx(9.0)
