@@ -8,6 +8,7 @@ into the log, so that what the program did and what legroom did can be told apar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ class ProfilerLog:
     def stop(self) -> list[Event]:
         self._running = False
         self._profile.__exit__(None, None, None)
-        return list(_flatten(self._profile.kineto_results.experimental_event_tree(), None))
+        return [event for _, event in _flatten(self._profile.kineto_results.experimental_event_tree(), None)]
 
 
 class SampledLog:
@@ -105,6 +106,7 @@ class SampledLog:
         self._profile = _profiler(cuda=True) if ops else None
         self._events: list[Event] = []
         self._last = 0
+        self._marks = 0
 
     def start(self) -> None:
         global _sampler
@@ -126,7 +128,7 @@ class SampledLog:
         self.sample()
         _sampler = None
         if self._profile is None:
-            return self._events
+            return [_unnumbered(event) for event in self._events]
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         return list(self._merged(_flatten(results.experimental_event_tree(), _kernel_seconds(results))))
@@ -141,6 +143,10 @@ class SampledLog:
         self._last = level
         torch._C._cuda_resetPeakMemoryStats(self._index)
 
+    def numbered(self, name: str) -> str:
+        self._marks += 1
+        return f"{name}{_NUMBER}{self._marks}"
+
     def enter(self, name: str) -> None:
         self.sample()
         self._events.append(Enter(name, 0.0, "", False))
@@ -153,23 +159,32 @@ class SampledLog:
         counters = torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]
         return counters["current"], counters["peak"]
 
-    def _merged(self, profiled: Iterator[Event]) -> Iterator[Event]:
-        """The profiler's ops and times in the sampled log; both have the same marks in the same order."""
-        sampled = iter(self._events)
-        for event in profiled:
+    def _merged(self, profiled: Iterator[tuple[int, Event]]) -> Iterator[Event]:
+        """The profiler's ops and times in the sampled log.
+
+        Marks are numbered, and an op stands behind the last one of its thread: the profiler's clock may put what two
+        threads did into another order where both are busy.
+        """
+        marks: dict[tuple[type, str], Event] = {}
+        behind: dict[tuple[type, str] | None, list[Event]] = defaultdict(list)
+        last: tuple[type, str] | None = None
+        last_of: dict[int, tuple[type, str]] = {}
+        for thread, event in profiled:
             if isinstance(event, Allocation):
                 continue
-            if not event.name.startswith("legroom::"):
-                yield event
-                continue
-            for seen in sampled:
-                if isinstance(seen, Allocation):
-                    yield seen
-                else:
-                    assert type(seen) is type(event) and seen.name == event.name, "the two logs differ"
-                    yield event
-                    break
-        yield from sampled
+            if event.name.startswith("legroom::"):
+                last = last_of[thread] = (type(event), event.name)
+                marks[last] = event
+            else:
+                behind[last_of.get(thread, last)].append(event)
+        yield from behind[None]
+        for seen in self._events:
+            if isinstance(seen, Allocation):
+                yield seen
+            else:
+                key = (type(seen), seen.name)
+                yield _unnumbered(marks.get(key, seen))
+                yield from behind[key]
 
 
 class _SampledMark:
@@ -177,8 +192,8 @@ class _SampledMark:
 
     def __init__(self, log: SampledLog, name: str) -> None:
         self._log = log
-        self._name = name
-        self._range = _RecordFunctionFast(name)
+        self._name = log.numbered(name)
+        self._range = _RecordFunctionFast(self._name)
 
     def __enter__(self) -> None:
         self._log.enter(self._name)
@@ -187,6 +202,15 @@ class _SampledMark:
     def __exit__(self, *error: Any) -> None:
         self._range.__exit__(*error)
         self._log.leave(self._name)
+
+
+_NUMBER = "#"  # between a mark's name and its number
+
+
+def _unnumbered(event: Event) -> Event:
+    if isinstance(event, Allocation) or not event.name.startswith("legroom::"):
+        return event
+    return dataclasses.replace(event, name=event.name.partition(_NUMBER)[0])
 
 
 def _profiler(*, cuda: bool) -> Any:
@@ -209,15 +233,15 @@ def _kernel_seconds(results: Any) -> dict[int, float]:
     return seconds
 
 
-def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[Event]:
-    """Pre-order walk: children lie inside their parents in time, so this is program order."""
+def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[tuple[int, Event]]:
+    """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order."""
     stack: list[Any] = [(node, False, False) for node in reversed(roots)]
     # The CPU allocator remembers blocks from earlier logs and reports their frees in this one, those from before any
     # log not at all. Both are left to the census, which knows what was there at the start.
     known: set[int] = set()
     while stack:
         item = stack.pop()
-        if isinstance(item, Leave):
+        if len(item) == 2:
             yield item
             continue
         node, inside_op, backward = item
@@ -232,7 +256,7 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
                 continue
             else:
                 known.remove(fields.ptr)
-            yield Allocation(fields.alloc_size)
+            yield node.start_tid, Allocation(fields.alloc_size)
             continue
         name = node.name
         ours = name.startswith("legroom::")
@@ -242,8 +266,8 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
             seconds = (node.end_time_ns - node.start_time_ns) * 1e-9
             if kernel_seconds is not None:
                 seconds = _subtree_seconds(node, kernel_seconds)
-            yield Enter(name, seconds, "" if ours else _shapes(node), backward)
-            stack.append(Leave(name))
+            yield node.start_tid, Enter(name, seconds, "" if ours else _shapes(node), backward)
+            stack.append((node.start_tid, Leave(name)))
         deeper = inside_op or (outermost and not ours)
         stack.extend((child, deeper, backward) for child in reversed(node.children))
 
