@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
@@ -17,12 +18,13 @@ from legroom.alloclog import TICK, mark
 from legroom.ir import Trace
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
-from legroom.runtime.lineage import Lineage, Made, form_of, tensors_in
-from legroom.runtime.replay import replay, replayed_ops
+from legroom.runtime.lineage import Lineage, Made, Node, form_of, tensors_in
+from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
+_MOST_OPS = 10**9  # of a step
 NOT_USED = "a replay gave other bits and was not used"
 
 
@@ -47,7 +49,8 @@ class Program:
         replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
-        self.recorded = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
         self.last_drop = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
 
@@ -85,8 +88,12 @@ class Executor:
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
         self.reactive: Shelter | None = None
+        self._recorded = program.recorded
+        self._made: dict[int, ref[Made]] = {}
+        self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
         self._last = len(program.expected)
         self._at = program.at
+        self._storages = len(program.trace.storages)
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
 
@@ -218,7 +225,7 @@ class Executor:
                 entry.finish_loading()
             case Replay():
                 if not entry.in_memory:
-                    self._bring_back(entry, instruction.also)
+                    self._bring_back(entry, instruction.also, tape=instruction.tick * self._storages + entry.number)
 
     def _drop(self, entry: Entry) -> None:
         if not entry.in_memory:
@@ -265,7 +272,7 @@ class Executor:
         self.late = still
         self._busy = self.measured or bool(still)
 
-    def _bring_back(self, entry: Entry, also: tuple[int, ...] = ()) -> None:
+    def _bring_back(self, entry: Entry, also: tuple[int, ...] = (), *, tape: int = -1) -> None:
         """From wherever its bytes can be had; `also` names storages to keep if a replay makes them on the way."""
         if entry.host is not None or entry.node is None:
             bring_back(entry)
@@ -278,9 +285,23 @@ class Executor:
             if other.host is None and other.node is not None
         ]
         nodes = [other.node for other in others if other.node is not None]
-        for back, tensor in zip((entry, *others), replay(entry.node, nodes), strict=True):
+        for back, tensor in zip((entry, *others), self._replay(entry.node, nodes, tape), strict=True):
             if tensor is not None:
                 self._came_back(back, tensor)
+
+    def _replay(self, target: Node, also: list[Node], tape: int) -> list[torch.Tensor | None]:
+        known = self.program.tapes.get(tape)
+        actions = recall(known, self._made, self._first) if known is not None else None
+        if actions is not None:
+            try:
+                return play(actions, (target, *also))
+            except NotAtHand:
+                self.program.tapes[tape] = None
+        if tape < 0 or tape in self.program.tapes:
+            return replay(target, also)
+        actions = actions_for(target, also)
+        self.program.tapes[tape] = remember(actions, self._first)
+        return play(actions, (target, *also))
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
         check = self.checked
@@ -311,18 +332,20 @@ class Executor:
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self.ops
         self.ops = number + 1
-        expected = self.program.recorded.get(number)
-        if expected is None:
-            if _writes(func) and self.lineage.leaves:
-                return self._write(func, args, kwargs, None)
-            return func(*args, **kwargs)
-        if expected != str(func):
-            # Not the op that was planned for, hence not one whose replay was proven. What needed it is swapped instead.
-            return self._write(func, args, kwargs, None) if _writes(func) else func(*args, **kwargs)
+        expected = self._recorded.get(number)
+        if expected is not func:
+            if type(expected) is not str or expected != str(func):
+                # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
+                # needed it is swapped instead.
+                if form_of(func).written and self.lineage.is_read():
+                    return self._write(func, args, kwargs, None)
+                return func(*args, **kwargs)
+            self._recorded[number] = func  # from now on known by itself, not by its name
         with no_dispatch():
-            made = Made(number, func, args, kwargs, self.lineage.node_of)
+            made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
+            self._made[number] = ref(made)
             known = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
-        result = self._write(func, args, kwargs, made) if _writes(func) else func(*args, **kwargs)
+        result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
         with no_dispatch():
             self.lineage.made(made, result, known)
         return result
@@ -344,13 +367,3 @@ class Executor:
         self.fallbacks[f"drift: {why}"] += 1
         self._busy = True
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
-
-
-_writing: dict[Any, bool] = {}
-
-
-def _writes(func: Any) -> bool:
-    found = _writing.get(func)
-    if found is None:
-        found = _writing[func] = bool(form_of(func).written)
-    return found

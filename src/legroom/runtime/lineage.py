@@ -91,16 +91,21 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+# A value by the op that made it: its order, and which output (-1 - i: the i-th written argument).
+Slot = tuple[int, int]
+
+
 class Node:
     """One value of this step."""
 
-    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "tensor", "version", "weak")
+    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "slot", "tensor", "version", "weak")
 
     def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
         self.weak = StorageWeakRef(tensor.untyped_storage())  # keeps the address from being handed out again
         self.on_cpu = tensor.is_cpu
         self.maker = maker
-        self.output = output  # which output of its maker; -1 - i: the i-th written argument
+        self.output = output
+        self.slot: Slot | None = (maker.order, output) if maker is not None else None
         self.entry: Entry | None = None
         self.tensor: torch.Tensor | None = None  # held for its bytes: a leaf
         self.version = 0
@@ -192,8 +197,18 @@ class Form(NamedTuple):
     seeded: bool
 
 
-@functools.cache
+_forms: dict[int, tuple[Any, Form]] = {}
+
+
 def form_of(func: Any) -> Form:
+    # By identity, and held: an op overload hashes in Python.
+    known = _forms.get(id(func))
+    if known is None:
+        known = _forms[id(func)] = func, _form(func)
+    return known[1]
+
+
+def _form(func: Any) -> Form:
     return Form(
         written=written_arguments(func),
         shape_only=func.__name__.split(".")[0] in SHAPE_ONLY,
@@ -205,7 +220,19 @@ def form_of(func: Any) -> Form:
 class Made:
     """One recorded op, with all that is needed to run it again."""
 
-    __slots__ = ("args", "func", "grad", "inputs", "kwargs", "order", "rng", "threads", "written")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "form",
+        "func",
+        "grad",
+        "inputs",
+        "kwargs",
+        "order",
+        "rng",
+        "threads",
+        "written",
+    )
 
     def __init__(
         self,
@@ -218,7 +245,7 @@ class Made:
         self.order = order
         self.func = func
         self.inputs: list[Node] = []
-        form = form_of(func)
+        self.form = form = form_of(func)
         if form.shape_only:
             args, kwargs = (), {}  # become_empty_like() will fill them in
         inputs = self.inputs
@@ -305,6 +332,12 @@ class Lineage:
         if node is not None and not node.weak.expired() and entry.node is None:
             node.entry, entry.node, node.tensor = entry, node, None
 
+    def is_read(self) -> bool:
+        """Whether a replay may read something that a write could change; not once all that was saved is gone."""
+        if self.leaves and not self.nodes and not self.ledger.entries:
+            self.leaves.clear()
+        return bool(self.leaves)
+
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A leaf that replays read is about to be changed: keep its old bytes for them."""
         for tensor in written_tensors(func, args, kwargs):
@@ -337,7 +370,7 @@ class Lineage:
     def made(self, made: Made, result: Any, known: set[int]) -> None:
         """Give every fresh output its node. `known` are the arguments' storages; an output over one is a view."""
         outputs = result if isinstance(result, (list, tuple)) else (result,)
-        if form_of(made.func).shape_only:
+        if made.form.shape_only:
             made.become_empty_like(outputs[0])
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor):

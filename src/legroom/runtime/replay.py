@@ -3,48 +3,125 @@
 Memory follows the walk that `schedule.check_schedule` describes: ops in program order, a value freed right after its
 last use in this replay, outputs nobody needs freed right after their op, an in-place op on a copy unless the value it
 changes was made here and is not read again.
+
+What to run is found by walking back from the target. A tape remembers the outcome by the numbers of the ops, so that
+the next step need not walk: it runs the ops of its own step, and where one of them needs a value that is not at hand,
+the walk is taken after all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
 from legroom.errors import StepError
-from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, copy_of_bytes
-from legroom.runtime.residency import laid_out
+from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, Slot, copy_of_bytes
+from legroom.runtime.residency import Layout, laid_out
+
+
+class Action(NamedTuple):
+    """One op of a replay."""
+
+    made: Made
+    wanted: tuple[int, ...]  # which of its outputs somebody needs
+    last: tuple[Slot, ...]  # values of this replay that nobody needs afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """The same with numbers in place of ops."""
+
+    rows: tuple[tuple[int, tuple[int, ...], tuple[Slot, ...]], ...]
+
+
+_GONE = "an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom"
+
+
+class NotAtHand(Exception):
+    """A tape does not fit this step."""
 
 
 def replay(target: Node, also: Sequence[Node] = ()) -> list[torch.Tensor | None]:
     """The bytes of a value, made again: a tensor over its storage; and those of other values, where they are made on
     the way (None where they are not)."""
+    try:
+        return play(actions_for(target, also), (target, *also))
+    except NotAtHand:
+        raise StepError(_GONE) from None
+
+
+def actions_for(target: Node, also: Sequence[Node] = ()) -> list[Action]:
+    """What to run for a value, in program order, found by walking back from it."""
     order, outputs = _closure(target)
     for node in also:
         wanted = outputs.get(id(node.maker))
         if wanted is not None and node not in wanted:
             wanted.append(node)
-    last_use: dict[int, int] = {}
+    last_use: dict[Slot, int] = {}
     for i, made in enumerate(order):
         for node in made.inputs:
-            last_use[id(node)] = i
-    targets = (target, *also)
-    for node in targets:
-        last_use[id(node)] = len(order)
-    at_hand: dict[int, torch.Tensor] = {}
-    grad = torch.is_grad_enabled()
+            if node.slot is not None:
+                last_use[node.slot] = i
+    for node in (target, *also):
+        if node.slot is not None:
+            last_use[node.slot] = len(order)
+    last_at: list[list[Slot]] = [[] for _ in range(len(order) + 1)]
+    for slot, i in last_use.items():
+        last_at[i].append(slot)
+    actions: list[Action] = []
+    for i, made in enumerate(order):
+        wanted_here = tuple(n.output for n in outputs[id(made)] if n.slot is not None and last_use.get(n.slot, -1) > i)
+        actions.append(Action(made, wanted_here, tuple(last_at[i])))
+    return actions
+
+
+def remember(actions: list[Action], first: int) -> Tape | None:
+    """Of actions that are all of one step, whose ops are numbered from `first`; None where they are not."""
+    rows = []
+    for action in actions:
+        slots = tuple((order - first, output) for order, output in action.last if order >= first)
+        if action.made.order < first or len(slots) != len(action.last):
+            return None
+        rows.append((action.made.order - first, action.wanted, slots))
+    return Tape(tuple(rows))
+
+
+def recall(tape: Tape, made: Mapping[int, ref[Made]], first: int) -> list[Action] | None:
+    """The ops of another step by the same numbers; None where that step does not have them."""
+    actions: list[Action] = []
+    for number, wanted, last in tape.rows:
+        found = made.get(number)
+        op = found() if found is not None else None
+        if op is None:
+            return None
+        actions.append(Action(op, wanted, tuple((order + first, output) for order, output in last)))
+    return actions
+
+
+def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | None]:
+    """Run them. Raises NotAtHand where the first target is not among what they make, or something is missing."""
+    at_hand: dict[Slot, torch.Tensor] = {}
+    grad = before = torch.is_grad_enabled()
     try:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            for i, made in enumerate(order):
-                torch._C._set_grad_enabled(made.grad)
-                _run(made, i, outputs[id(made)], at_hand, last_use)
-                for node in made.inputs:
-                    if last_use[id(node)] == i:
-                        at_hand.pop(id(node), None)
+            for action in actions:
+                if action.made.grad is not grad:
+                    grad = action.made.grad
+                    torch._C._set_grad_enabled(grad)
+                _run(action, at_hand)
+                for slot in action.last:
+                    at_hand.pop(slot, None)
     finally:
-        torch._C._set_grad_enabled(grad)
-    return [at_hand.pop(id(node), None) for node in targets]
+        if grad is not before:
+            torch._C._set_grad_enabled(before)
+    made = [at_hand.pop(node.slot, None) if node.slot is not None else None for node in targets]
+    if made[0] is None:
+        raise NotAtHand
+    return made
 
 
 def replayed_ops(target: Node) -> list[str]:
@@ -69,9 +146,7 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
                 continue
         made = node.maker
         if made is None:
-            raise StepError(
-                "an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom"
-            )
+            raise StepError(_GONE)
         ops[id(made)] = made
         outputs.setdefault(id(made), []).append(node)
         for source in made.inputs:
@@ -81,34 +156,31 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
     return sorted(ops.values(), key=lambda made: made.order), outputs
 
 
-def _run(
-    made: Made, position: int, wanted: list[Node], at_hand: dict[int, torch.Tensor], last_use: dict[int, int]
-) -> None:
-    replaced = _to_write(made, position, at_hand, last_use) if made.written else {}
+def _run(action: Action, at_hand: dict[Slot, torch.Tensor]) -> None:
+    made = action.made
+    replaced = _to_write(action, at_hand) if made.written else None
     args: list[Any] = [_value(a, replaced, at_hand) if type(a) in _WITH_TENSORS else a for a in made.args]
     kwargs = {name: _value(a, replaced, at_hand) for name, a in made.kwargs.items()} if made.kwargs else {}
-    written = [args[i] for i in made.written if i < len(args)]
+    written = [args[i] for i in made.written if i < len(args)] if made.written else ()
     stateless = made.rng is None and made.threads is None
     result = made.func(*args, **kwargs) if stateless else _run_in_state(made, args, kwargs)
     del args, kwargs
     results = result if isinstance(result, (list, tuple)) else (result,)
-    for node in wanted:
-        if last_use.get(id(node), -1) > position:
-            at_hand[id(node)] = written[-1 - node.output] if node.output < 0 else results[node.output]
+    for output in action.wanted:
+        at_hand[made.order, output] = written[-1 - output] if output < 0 else results[output]
 
 
-def _to_write(
-    made: Made, position: int, at_hand: dict[int, torch.Tensor], last_use: dict[int, int]
-) -> dict[int, torch.Tensor]:
+def _to_write(action: Action, at_hand: dict[Slot, torch.Tensor]) -> dict[int, torch.Tensor]:
     """What an in-place op may write: a copy, unless the value was made here and is not read again."""
     replaced: dict[int, torch.Tensor] = {}
-    for node in {id(n): n for n in _written_nodes(made)}.values():
-        mine = at_hand.get(id(node))
-        if mine is not None and last_use[id(node)] == position:
+    for node in {id(n): n for n in _written_nodes(action.made)}.values():
+        mine = at_hand.get(node.slot) if node.slot is not None else None
+        if mine is not None and node.slot in action.last:
             replaced[id(node)] = mine
         else:
             source = mine if mine is not None else node.bytes_at_hand()
-            assert source is not None
+            if source is None:
+                raise NotAtHand
             replaced[id(node)] = copy_of_bytes(source)
     return replaced
 
@@ -116,22 +188,33 @@ def _to_write(
 _WITH_TENSORS = frozenset({Argument, Blank, list})
 
 
-def _value(argument: Any, replaced: dict[int, torch.Tensor], at_hand: dict[int, torch.Tensor]) -> Any:
+def _value(argument: Any, replaced: dict[int, torch.Tensor] | None, at_hand: dict[Slot, torch.Tensor]) -> Any:
     """An argument with its tensors put back. Not a closure, for the reason given at `lineage._reference`."""
     if type(argument) is Argument:
         node = argument.node
-        held = replaced.get(id(node))
-        if held is None:
-            held = at_hand.get(id(node))
+        held = replaced.get(id(node)) if replaced is not None else None
+        if held is None and node.slot is not None:
+            held = at_hand.get(node.slot)
         if held is None:
             held = node.bytes_at_hand()
-        assert held is not None
-        return laid_out(argument.layout, held)
+        if held is None:
+            raise NotAtHand
+        return _laid_out(argument.layout, held)
     if type(argument) is Blank:
         return torch.zeros(argument.size, dtype=argument.dtype, device=argument.device)
     if type(argument) is list:
         return [_value(item, replaced, at_hand) for item in argument]
     return argument
+
+
+def _laid_out(layout: Layout, held: torch.Tensor) -> torch.Tensor:
+    """As `residency.laid_out`, by one op in place of two; below autograd a view does not share its base's version."""
+    dtype, size, stride, offset, conj, neg = layout
+    if held.dtype is dtype and not (conj or neg or dtype.is_complex or held.is_neg()):
+        if held.size() == size and held.stride() == stride and held.storage_offset() == offset:
+            return held
+        return held.as_strided(size, stride, offset)
+    return laid_out(layout, held)
 
 
 def _written_nodes(made: Made) -> list[Node]:

@@ -68,8 +68,12 @@ class View:
         self.tensor = None
 
     def over(self, held: torch.Tensor) -> torch.Tensor:
-        """The same view of bytes that came back."""
-        return laid_out(self.layout, held)
+        """The same view of bytes that came back.
+
+        Never `held` itself: whoever gets this holds it for as long as it likes, and is known by a tensor of its own.
+        """
+        tensor = laid_out(self.layout, held)
+        return tensor.detach() if tensor is held else tensor
 
 
 # How a tensor lies in its storage: dtype, size, stride, offset, and whether it is to be conjugated and negated.

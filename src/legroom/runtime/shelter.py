@@ -91,7 +91,7 @@ class Shelter:
             self.recorder.storages[entry.number].held = True
         entry.finish_loading()
         entry.gap_start = -1
-        return packed.view.tensor if packed.view.tensor is not None else packed.view.over(entry.base)
+        return packed.view.tensor.detach() if packed.view.tensor is not None else packed.view.over(entry.base)
 
     # eviction
 
