@@ -13,7 +13,7 @@ _START = 0.90  # of the budget; under a plan for 0.97 the pieces were too small 
 _STEP = 0.04
 _SPARE = 0.005  # left free beside the pieces that were seen
 _WORTH = 0.02  # of the budget: less is not worth another plan
-_LOOK_AFTER = 2  # steps of a plan: the first finds what the plan before left
+_LOOK_AFTER = 3  # steps of a plan: the first two find what the plan before left, and rearrange it
 _MOST_TRIES = 6
 
 

@@ -42,9 +42,6 @@ SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is reco
 MOST_CALIBRATIONS = 4
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
-# From here on host memory that the plan does not need is given back: sheltered steps swap everything, and a plan that
-# is given up at once would need it again.
-STEADY_STEPS = 16
 # Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
 FIRST_CHECK = 64
 
@@ -136,7 +133,7 @@ class Room:
         self._measured_curve: tuple[int, ...] = ()
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
-        self._steps_of_plan = 0
+        self._trimmed = False
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
@@ -284,7 +281,7 @@ class Room:
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
-        self._steps_of_plan = 0
+        self._trimmed = False
         self._calibrated = False
         self._measured_curve = ()
 
@@ -336,11 +333,12 @@ class Room:
             return
         self._planned += 1
         self._seconds.append(seconds)
-        self._steps_of_plan += 1
-        if self._steps_of_plan == STEADY_STEPS:
-            self._device.trim(self._in_flight)
         if self._look_at_pieces():
             return
+        if not self._trimmed and (self._brim is None or self._brim.settled or self._given is not None):
+            # Sheltered steps swap everything. Not before the plan is there to stay: the next one might need it again.
+            self._trimmed = True
+            self._device.trim(self._in_flight)
         if run.curve is None or self.trace is None or self.timeline is None:
             return
         if self._base_bytes < self._planned_base_bytes:

@@ -31,7 +31,7 @@ def test_it_ends_below_what_the_allocator_can_give_and_not_far_below(lost_bytes:
     assert brim.usable_bytes + lost_bytes <= BUDGET
     assert BUDGET - lost_bytes - brim.usable_bytes <= 0.045 * BUDGET
     assert plans <= 6
-    assert rearrangements <= 2 * plans + 1  # it is noticed at the second step of a plan
+    assert rearrangements <= 3 * plans + 2  # it is noticed at the third step of a plan
 
 
 def test_an_allocator_that_loses_nothing_is_filled() -> None:
@@ -49,10 +49,10 @@ def test_a_plan_that_does_not_fill_its_room_is_left_alone() -> None:
 def test_pieces_that_grow_with_the_plan_take_it_back() -> None:
     """What was lost under a small plan says little about a larger one: the larger one is undone."""
     brim = Brim(BUDGET)
-    for _ in range(2):
+    for _ in range(3):
         again = brim.after_step(rearranged=False, reserved_bytes=brim.usable_bytes, peak_bytes=brim.usable_bytes)
     assert again and brim.usable_bytes > 0.99 * BUDGET
-    for _ in range(2):
+    for _ in range(3):
         again = brim.after_step(rearranged=True, reserved_bytes=BUDGET, peak_bytes=brim.usable_bytes)
     assert again and brim.usable_bytes == int(0.9 * BUDGET) and brim.settled
 

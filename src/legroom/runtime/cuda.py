@@ -157,7 +157,10 @@ class CudaDevice:
         self.pool.prepare(sizes)
 
     def trim(self, sizes: Iterable[int]) -> None:
+        # To give pinned memory back stops the device, again and again: once and for a second is better than in the
+        # background of the next twelve steps, each half as long again.
         self.pool.trim(sizes)
+        self.pool.settle()
 
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
         buffer = self.pool.take(bytes_.numel())
