@@ -36,6 +36,7 @@ class Report:
     step_seconds: float  # median of the last 50 planned steps
     predicted_step_seconds: float
     baseline_seconds: float  # the modelled step without any action
+    pace: float  # what the first steps of a plan took on the device, over what was simulated; all three contain it
     lower_bound_seconds: float | None  # no plan within the budget is modelled faster; None where no planner states it
     gap: float | None = field(init=False)  # how far the modelled step lies above that bound, as a share of it
     bytes_kept: int

@@ -31,6 +31,7 @@ from legroom.report import Report
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Program
+from legroom.runtime.pace import Pace
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
@@ -133,6 +134,7 @@ class Room:
         self._measured_curve: tuple[int, ...] = ()
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
+        self._pace = Pace()
         self._trimmed = False
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
@@ -282,6 +284,7 @@ class Room:
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
         self._trimmed = False
+        self._pace.new_plan()
         self._calibrated = False
         self._measured_curve = ()
 
@@ -374,6 +377,10 @@ class Room:
         if trace is not None and timeline is not None:
             predicted_curve = (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
         recent = self._seconds[-50:]
+        if timeline is not None:
+            self._pace.hear(timeline.seconds)
+        pace = self._pace.factor
+        bound = getattr(plan, "lower_bound_seconds", None)
         return Report(
             steps=self._steps,
             sheltered_steps=self._sheltered,
@@ -390,9 +397,10 @@ class Room:
             planner=plan.planner if plan is not None else "",
             notes=plan.notes if plan is not None else (),
             step_seconds=statistics.median(recent) if recent else 0.0,
-            predicted_step_seconds=timeline.seconds if timeline is not None else 0.0,
-            baseline_seconds=self._baseline_seconds,
-            lower_bound_seconds=None,  # no planner states one
+            predicted_step_seconds=timeline.seconds * pace if timeline is not None else 0.0,
+            baseline_seconds=self._baseline_seconds * pace,
+            pace=pace,
+            lower_bound_seconds=bound * pace if bound is not None else None,
             bytes_kept=sizes[Keep.__name__],
             bytes_swapped=sizes[Swap.__name__],
             bytes_recomputed=sizes[Recompute.__name__],
@@ -430,6 +438,8 @@ class Step:
             run.end(failed=True)
             raise
         self._run = run
+        if isinstance(run, PlannedStep) and self._room._trimmed and run.census is None:
+            self._room._pace.begin(self._room._device)
         self._began = time.perf_counter()
         return self
 
@@ -440,6 +450,7 @@ class Step:
         assert self._run is not None
         run, self._run = self._run, None
         seconds = time.perf_counter() - self._began
+        self._room._pace.end(self._room._device)
         _active = None
         run.end(failed=error is not None)
         if error is None:

@@ -248,3 +248,23 @@ def test_the_recorded_peak_is_that_of_a_plain_step(make: Callable[[], nn.Module]
     step()
     plain = torch.cuda.max_memory_allocated()
     assert legroom.capture(step, model=model, optimizer=optimizer).peak_bytes == plain
+
+
+def test_predicted_seconds_follow_what_steps_take() -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x, y = (torch.cat([part] * 16) for part in batch(0))
+    with legroom.fit(model, optimizer, budget="8GiB") as room:
+        for count in (40, 20):
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(count):
+                with room.step():
+                    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            end.record()
+        torch.cuda.synchronize()
+        assert room.report().predicted_step_seconds == pytest.approx(start.elapsed_time(end) / 20 * 1e-3, rel=0.1)

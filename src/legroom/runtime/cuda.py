@@ -74,6 +74,17 @@ class _PinnedCopy:
         self._device.pool.give_back(self.buffer)
 
 
+class _EventStamp:
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def seconds_since(self, earlier: _EventStamp) -> float | None:
+        return earlier.event.elapsed_time(self.event) * 1e-3 if self.event.query() else None
+
+
 @functools.cache
 def _streams(index: int) -> tuple[torch.cuda.Stream, ...]:
     """Out, in, and the same for the file. Made once for the process: streams are scarce and never given back."""
@@ -210,6 +221,9 @@ class CudaDevice:
 
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
         return DeviceFingerprint(storage)
+
+    def stamp(self) -> _EventStamp:
+        return _EventStamp(torch.cuda.current_stream(self.index))
 
     def complaints(self) -> dict[str, int]:
         found = {"bytes swapped to a file, the host budget being spent": self.spilled_bytes}

@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +38,13 @@ class Fingerprint(Protocol):
     def value(self) -> bytes: ...
 
 
+class Stamp(Protocol):
+    """A moment in the device's own time."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """None where the device has not got there yet."""
+
+
 class Device(Protocol):
     """What CPU and CUDA implement."""
 
@@ -60,6 +67,7 @@ class Device(Protocol):
     def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy: ...
     def digest(self, storage: torch.UntypedStorage) -> bytes: ...
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint: ...
+    def stamp(self) -> Stamp | None: ...
     def complaints(self) -> dict[str, int]: ...
     def set_cap(self, nbytes: int | None) -> None: ...
     def close(self) -> None: ...
@@ -174,6 +182,10 @@ class CpuDevice:
 
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
         return _Digest(self.digest(storage))
+
+    def stamp(self) -> Stamp | None:
+        """None: the host does the work itself, beside all else that it does, and a few steps say little."""
+        return None
 
     def complaints(self) -> dict[str, int]:
         """What did not go as it should, for the report, and how often or how many bytes."""
