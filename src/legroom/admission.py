@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError
+from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, quote
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
 from legroom.probe import memory_bytes
@@ -73,16 +74,29 @@ def find_device_type(
     return chosen
 
 
-def check_budget(
-    budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
-) -> None:
-    """Refuse at once what no step can meet: more than the device has, or less than the state that stays."""
-    total, foreign = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+def device_bytes(device_type: str) -> tuple[int, int]:
+    """(what the device has, what of it others take)."""
     if device_type == "cuda":
         from legroom.runtime.cuda import foreign_bytes
 
         index = torch.cuda.current_device()
-        total, foreign = torch.cuda.get_device_properties(index).total_memory, foreign_bytes(index)
+        return torch.cuda.get_device_properties(index).total_memory, foreign_bytes(index)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+
+
+def check_slowdown(max_slowdown: object) -> float:
+    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
+        raise LegroomError(f"max_slowdown must be a number such as 0.05 for 5 %, got {quote(max_slowdown)}")
+    if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
+        raise LegroomError(f"max_slowdown must be 0 or more, 0.05 for 5 %, got {max_slowdown}")
+    return float(max_slowdown)
+
+
+def check_budget(
+    budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
+) -> None:
+    """Refuse at once what no step can meet: more than the device has, or less than the state that stays."""
+    total, foreign = device_bytes(device_type)
     if budget_bytes > total - foreign:
         others = f", of which {format_bytes(foreign)} are taken by CUDA itself and by others" if foreign else ""
         raise BudgetError(

@@ -9,22 +9,33 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from legroom.admission import check_budget, find_device_type, given_plan, open_device, out_of_memory, over_budget
+from legroom.admission import (
+    check_budget,
+    check_slowdown,
+    device_bytes,
+    find_device_type,
+    given_plan,
+    open_device,
+    out_of_memory,
+    over_budget,
+)
 from legroom.brim import Brim
 from legroom.capture import assemble, correct
-from legroom.errors import BudgetError, PlanError, StepError, TraceError, quote
+from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
 from legroom.planners import Planner, named
+from legroom.planners.dual import least_peak
 from legroom.probe import probe
 from legroom.reasons import held, unreplayable
 from legroom.report import Report
@@ -51,7 +62,8 @@ def fit(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    budget: int | str,
+    budget: int | str | None = None,
+    max_slowdown: float | None = None,
     planner: str | Planner = "auto",
     plan: Plan | str | os.PathLike[str] | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
@@ -60,18 +72,31 @@ def fit(
 ) -> Room:
     """Fit training steps into `budget` bytes ("600MiB") of the device's memory.
 
+    max_slowdown: in place of a budget; the least memory at a price of at most so much time, 0.05 for 5 %, as predicted.
     planner: a name in PLANNERS or a callable (trace, hardware, budget_bytes) -> Plan. plan: a plan or its file from an
     earlier run, used instead of planning. host_budget: how much pinned memory a GPU may take; what does not fit goes to
     a file. spill_dir: where such files go, and what the CPU swaps. device: found from the model where not named.
     """
-    budget_bytes = parse_bytes(budget)
+    if (budget is None) is (max_slowdown is None):
+        raise LegroomError('name a budget, such as budget="12GiB", or max_slowdown=0.05; one of the two')
+    if max_slowdown is not None and plan is not None:
+        raise LegroomError("a plan has its price already: name the budget it is for in place of max_slowdown")
     chosen = named(planner)
+    if max_slowdown is not None:
+        chosen = partial(_least, chosen, check_slowdown(max_slowdown))
     device_type = find_device_type(model, optimizer, device)
+    total_bytes, foreign = device_bytes(device_type)
+    budget_bytes = parse_bytes(budget) if budget is not None else total_bytes - foreign
     check_budget(budget_bytes, model, optimizer, device_type)
     given = given_plan(plan)
     return Room(
         model, optimizer, budget_bytes, chosen, given, open_device(device_type, spill_dir, host_budget), spill_dir
     )
+
+
+def _least(planner: Planner, max_slowdown: float, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+    plan = least_peak(planner, trace, hardware, max_slowdown)
+    return plan if plan.predicted_peak_bytes <= budget_bytes else planner(trace, hardware, budget_bytes)
 
 
 def capture(

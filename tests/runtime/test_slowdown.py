@@ -1,0 +1,43 @@
+"""fit(max_slowdown=...): the least memory at a stated price."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import legroom
+from legroom.errors import LegroomError
+from tests.harness import assert_same, run_plain, run_room
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize("max_slowdown", [0.0, 0.3])
+def test_the_price_buys_memory_and_changes_no_bit(max_slowdown: float) -> None:
+    taken, report, plan = run_room(ZOO["mlp"](), lambda *args: legroom.fit(*args, max_slowdown=max_slowdown))
+    assert_same(run_plain(ZOO["mlp"](), len(taken)), taken)
+    assert plan.predicted_seconds <= report.baseline_seconds * (1 + max_slowdown) * (1 + 1e-9)
+    assert any("least peak at a slowdown of at most" in note for note in report.notes)
+    if max_slowdown:
+        assert report.bytes_swapped + report.bytes_recomputed > 0
+        assert report.planned_peak_bytes < max(report.predicted_curve) + report.bytes_swapped + report.bytes_recomputed
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "name a budget"),
+        ({"budget": "1GiB", "max_slowdown": 0.1}, "one of the two"),
+        ({"max_slowdown": -0.1}, "0 or more"),
+        ({"max_slowdown": float("nan")}, "0 or more"),
+        ({"max_slowdown": "5%"}, "must be a number"),
+        ({"max_slowdown": True}, "must be a number"),
+        ({"max_slowdown": 0.1, "plan": "p.json"}, "a plan has its price already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], says: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(LegroomError, match=says):
+        legroom.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
