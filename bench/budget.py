@@ -163,7 +163,7 @@ class Session:
             self.folder,
             timeout_seconds=self.options.timeout_seconds,
             until=self.options.until,
-            environment=_environment(),
+            environment=environment(),
         )
         rows = list(ended.rows)
         for row in rows:
@@ -203,7 +203,7 @@ def _line(row: Row) -> str:
     return f"{row.workload} {row.contender}: {row.status}: {row.detail[:300]}"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     setting = "expandable_segments:True"
     # The first is the name up to torch 2.8, the second the one since.
     return {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.networks import LstmModel, Plain20, UNet
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -177,6 +179,117 @@ def llama(*, batch: int = 8, length: int = 2048, device: str = "cuda") -> Worklo
     return Workload(model, optimizer, loss, list(model.model.layers))
 
 
+def vgg16(*, batch: int = 192, pixels: int = 224, device: str = "cuda") -> Workload:
+    from torchvision.models import vgg16 as build
+
+    model = build(num_classes=1000)
+    return _images(model, list(model.features), batch=batch, pixels=pixels, classes=1000, device=device)
+
+
+def mobilenet(*, batch: int = 256, pixels: int = 224, device: str = "cuda") -> Workload:
+    """MobileNetV2."""
+    from torchvision.models import mobilenet_v2
+
+    model = mobilenet_v2(num_classes=1000)
+    return _images(model, list(model.features), batch=batch, pixels=pixels, classes=1000, device=device)
+
+
+def inception(*, batch: int = 128, pixels: int = 299, device: str = "cuda") -> Workload:
+    """InceptionV3 with its auxiliary head, as it is trained."""
+    from torchvision.models import inception_v3
+
+    # Its own initialisation draws from a truncated normal on the CPU, for minutes.
+    model = inception_v3(num_classes=1000, aux_logits=True, init_weights=False)
+    blocks = [module for name, module in model.named_children() if name.startswith("Mixed")]
+    return _images(model, blocks, batch=batch, pixels=pixels, classes=1000, device=device)
+
+
+def squeezenet(*, batch: int = 512, pixels: int = 224, device: str = "cuda") -> Workload:
+    """SqueezeNet 1.1 in float32, as HOME's paper trains it."""
+    from torchvision.models import squeezenet1_1
+
+    model = squeezenet1_1(num_classes=1000)
+    return _images(
+        model, list(model.features), batch=batch, pixels=pixels, classes=1000, device=device, single_precision=True
+    )
+
+
+def plain20(*, batch: int = 1024, width: int = 64, device: str = "cuda") -> Workload:
+    """In float32 on images of CIFAR's size. HOME's paper fits 1040 of them into 11 GB, which this width comes near."""
+    model = Plain20(width, classes=10)
+    return _images(model, list(model.layers), batch=batch, pixels=32, classes=10, device=device, single_precision=True)
+
+
+def unet(*, batch: int = 48, pixels: int = 256, width: int = 64, levels: int = 4, device: str = "cuda") -> Workload:
+    model = UNet(width, levels, classes=8).to(device).to(memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, pixels, pixels, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(8, (batch, pixels, pixels), device=device)
+
+    def loss(step: int) -> Tensor:
+        with _bfloat16(device):
+            return F.cross_entropy(model(images), labels)
+
+    blocks = [*model.down, model.bottom, *model.up]
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss, blocks)
+
+
+def lstm(
+    *,
+    batch: int = 256,
+    length: int = 256,
+    width: int = 1024,
+    layers: int = 4,
+    vocabulary: int = 8192,
+    device: str = "cuda",
+) -> Workload:
+    """A language model in float32."""
+    model = LstmModel(vocabulary, width, layers).to(device)
+    ids = torch.randint(vocabulary, (batch, length + 1), device=device)
+
+    def loss(step: int) -> Tensor:
+        return F.cross_entropy(model(ids[:, :-1]).view(-1, vocabulary), ids[:, 1:].reshape(-1))
+
+    return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), loss, list(model.layers))
+
+
+def tiny_plain20(*, device: str = "cuda") -> Workload:
+    return plain20(batch=16, width=8, device=device)
+
+
+def tiny_unet(*, device: str = "cuda") -> Workload:
+    return unet(batch=2, pixels=64, width=8, levels=2, device=device)
+
+
+def tiny_lstm(*, device: str = "cuda") -> Workload:
+    return lstm(batch=8, length=32, width=64, layers=2, vocabulary=256, device=device)
+
+
+def _images(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    *,
+    batch: int,
+    pixels: int,
+    classes: int,
+    device: str,
+    single_precision: bool = False,
+) -> Workload:
+    """Training of a classifier: channels last and bfloat16, or, in single precision, as torch has it by itself."""
+    layout = torch.contiguous_format if single_precision else torch.channels_last
+    model.to(device).to(memory_format=layout)
+    images = torch.randn(batch, 3, pixels, pixels, device=device).to(memory_format=layout)
+    labels = torch.randint(classes, (batch,), device=device)
+
+    def loss(step: int) -> Tensor:
+        with contextlib.nullcontext() if single_precision else _bfloat16(device):
+            out = model(images)
+            if isinstance(out, Tensor):
+                return F.cross_entropy(out, labels)
+            return F.cross_entropy(out.logits, labels) + 0.4 * F.cross_entropy(out.aux_logits, labels)
+
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss, blocks)
+
+
 def train_step(workload: Workload, step: int, *, saving: AbstractContextManager[Any] | None = None) -> Tensor:
     """One step. `saving`: a context for forward, which decides what becomes of saved tensors."""
     with saving or contextlib.nullcontext():
@@ -195,5 +308,20 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "bert_lengths": bert_lengths,
     "vit": vit,
     "llama": llama,
+    "vgg16": vgg16,
+    "mobilenet": mobilenet,
+    "inception": inception,
+    "squeezenet": squeezenet,
+    "plain20": plain20,
+    "unet": unet,
+    "lstm": lstm,
     "tiny": tiny,
+    "tiny_plain20": tiny_plain20,
+    "tiny_unet": tiny_unet,
+    "tiny_lstm": tiny_lstm,
 }
+# One step of each is kept in tests/traces/; `bench/record.py` makes them and `bench/evaluator.py` runs them.
+RECORDED = (
+    "gpt", "resnet152", "bert", "vgg16", "mobilenet", "unet", "lstm", "inception", "squeezenet", "plain20",
+)  # fmt: skip
+TINY = ("tiny", "tiny_plain20", "tiny_unet", "tiny_lstm")
