@@ -42,9 +42,10 @@ from legroom.report import Report
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Program
+from legroom.runtime.inputs import InputWatch, Signature, can_be_watched
 from legroom.runtime.pace import Pace
 from legroom.runtime.residency import Ledger
-from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
+from legroom.runtime.steps import IdleStep, PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.simulate import simulate
 from legroom.timeline import Breakdown, Memory, Timeline
@@ -56,6 +57,10 @@ MOST_CALIBRATIONS = 4
 DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
 # Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
 FIRST_CHECK = 64
+# Of the budget: a plan that keeps everything and stays below is watched by its inputs alone.
+ROOMY = 0.9
+
+AnyStep = ShelteredStep | PlannedStep | IdleStep
 
 
 def fit(
@@ -165,6 +170,8 @@ class Room:
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
+        self._watch: InputWatch | None = None  # there once a plan keeps everything
+        self._inputs: tuple[Signature, ...] = ()  # of the last planned step; () where not known
         self._closed = False
 
     def step(self) -> Step:
@@ -178,6 +185,8 @@ class Room:
                 raise StepError("close() was called inside step(); leave the step first")
             self._closed = True
             self._hear_of_checks(wait=True)
+            if self._watch is not None:
+                self._watch.close()
             self._device.set_cap(None)
             self._device.close()
 
@@ -189,7 +198,7 @@ class Room:
 
     # steps
 
-    def _begin(self) -> ShelteredStep | PlannedStep:
+    def _begin(self) -> AnyStep:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         self._hear_of_checks(wait=False)
@@ -216,6 +225,11 @@ class Room:
         check = replayed[self._planned % len(replayed)] if replayed else -1
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
+        if self._watch is not None:
+            self._watch.begin()
+            roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
+            if self._inputs and self._program.idle and roomy and not (measure or foreign or self._drifts):
+                return IdleStep(self._setting, self._program, self._watch, self._inputs)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
 
     def _hear_of_checks(self, *, wait: bool) -> None:
@@ -234,7 +248,7 @@ class Room:
                     stacklevel=4,
                 )
 
-    def _ended(self, run: ShelteredStep | PlannedStep, seconds: float) -> None:
+    def _ended(self, run: AnyStep, seconds: float) -> None:
         self._steps += 1
         if run.curve is not None:
             self._measured += 1
@@ -244,7 +258,7 @@ class Room:
                 self._sheltered += 1
                 self._sheltered_since_drift += 1
                 self._learn(run)
-            case PlannedStep():
+            case PlannedStep() | IdleStep():
                 self._after_planned(run, seconds)
 
     def _learn(self, run: ShelteredStep) -> None:
@@ -308,12 +322,16 @@ class Room:
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
+        if self._program.idle and self._watch is None and self._device.has_cap and can_be_watched(self._setting.model):
+            assert self._setting.model is not None
+            self._watch = InputWatch(self._setting.model)
+        self._inputs = ()
         self._trimmed = False
         self._pace.new_plan()
         self._calibrated = False
         self._measured_curve = ()
 
-    def _ran_out(self, run: ShelteredStep | PlannedStep, error: torch.OutOfMemoryError) -> None:
+    def _ran_out(self, run: AnyStep, error: torch.OutOfMemoryError) -> None:
         """The device ran out of memory inside a step. A sheltered one cannot take less; a plan can."""
         if isinstance(run, ShelteredStep):
             run.undo.restore()
@@ -342,17 +360,20 @@ class Room:
         self._plan_for(self.trace)
         return True
 
-    def _after_planned(self, run: PlannedStep, seconds: float) -> None:
-        copies = run.executor.lineage.copies_before_write
-        if copies:
-            self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
-        if run.executor.compared is not None and self._device.answers_later:
-            self._compared.append(run.executor.compared)
-        if run.executor.reactive is not None or run.executor.mismatch:
+    def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
+        mismatch: list[str] = []
+        if run.executor is not None:
+            mismatch = run.executor.mismatch
+            copies = run.executor.lineage.copies_before_write
+            if copies:
+                self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
+            if run.executor.compared is not None and self._device.answers_later:
+                self._compared.append(run.executor.compared)
+        if run.drifted or mismatch:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
-            if run.executor.mismatch:
-                self._setting.distrusted.update(run.executor.mismatch)
+            if mismatch:
+                self._setting.distrusted.update(mismatch)
                 return
             self._drifts.append(self._steps)
             if len(self._drifts) == DRIFTS and self._drifts[-1] - self._drifts[0] <= DRIFT_WINDOW_STEPS:
@@ -361,6 +382,8 @@ class Room:
             return
         self._planned += 1
         self._seconds.append(seconds)
+        if self._watch is not None:
+            self._inputs = tuple(self._watch.calls)
         if self._look_at_pieces():
             return
         if not self._trimmed and (self._brim is None or self._brim.settled or self._given is not None):
@@ -445,7 +468,7 @@ class Step:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._run: ShelteredStep | PlannedStep | None = None
+        self._run: AnyStep | None = None
         self._began = 0.0
 
     def __enter__(self) -> Step:
@@ -463,7 +486,7 @@ class Step:
             run.end(failed=True)
             raise
         self._run = run
-        if isinstance(run, PlannedStep) and self._room._trimmed and run.census is None:
+        if not isinstance(run, ShelteredStep) and self._room._trimmed and run.census is None:
             self._room._pace.begin(self._room._device)
         self._began = time.perf_counter()
         return self
@@ -476,6 +499,8 @@ class Step:
         run, self._run = self._run, None
         seconds = time.perf_counter() - self._began
         self._room._pace.end(self._room._device)
+        if self._room._watch is not None:
+            self._room._watch.end()
         _active = None
         run.end(failed=error is not None)
         if error is None:

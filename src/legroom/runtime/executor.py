@@ -33,6 +33,7 @@ class Program:
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace = trace
+        self.idle = not schedule.instructions
         # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
         self.at: list[tuple[Instruction, ...]] = [*[()] * len(trace.ticks), (Drop(-1, -1),)]
         grouped: dict[int, list[Instruction]] = {}
@@ -142,7 +143,7 @@ class Executor:
                     if self.program.recorded:
                         self.lineage.saved(entry)
                     return self.ledger.handle(entry, tensor)
-            self._drift("a tensor of another size was saved")
+            self.drift("a tensor of another size was saved")
         assert self.reactive is not None
         return self.reactive.pack_at(tick, tensor)
 
@@ -157,7 +158,7 @@ class Executor:
             owner: Entry | Kept = entry if entry is not None else packed  # type: ignore[assignment]
             is_pack, number, _, _ = self.program.expected[tick]
             if is_pack or (owner.number != number and owner.number != -1 and owner.generation == self.generation):
-                self._drift("backward went another way")
+                self.drift("backward went another way")
         if entry is None:
             return packed.unpack()  # type: ignore[union-attr]
         view = packed.view  # type: ignore[union-attr]
@@ -175,7 +176,7 @@ class Executor:
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
         if self.reactive is None and self.tick != self._last:
-            self._drift("the step ended early")
+            self.drift("the step ended early")
         self.lineage.nodes.clear()
         if self.checked is not None:
             self.checked.drop()
@@ -187,7 +188,7 @@ class Executor:
         tick = self.tick
         self.tick = tick + 1
         if self.reactive is None and tick >= self._last:
-            self._drift("the step went on for longer")
+            self.drift("the step went on for longer")
         if self.reactive is not None:
             with no_dispatch():
                 self.reactive.evict_idle(tick, asked_for)
@@ -363,7 +364,7 @@ class Executor:
 
     # drift
 
-    def _drift(self, why: str) -> None:
+    def drift(self, why: str) -> None:
         self.fallbacks[f"drift: {why}"] += 1
         self._busy = True
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
