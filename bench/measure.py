@@ -22,6 +22,9 @@ from legroom.units import format_bytes, parse_bytes
 LEGROOM = "legroom@"
 # Sheltered steps, then planned ones; the first planned ones are measured and may be planned again.
 LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
+# Where memory is capped, up to six plans of three steps each are tried, and eight steps of the last are timed for what
+# the report predicts: none of them may be among those that are compared with the prediction.
+LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 32, 40
 FEWEST_STEPS = 3
 # The cap is on reserved memory, of which a plan leaves a few percent between blocks: the smallest peak is tried first.
 SMALLEST_TRIES = (1.0, 1.02, 1.035, 1.06, 1.1)
@@ -177,10 +180,13 @@ class _Bench:
                     return train_step(workload, number)
 
             row = Row(self.job.workload, contender, "ok", cap_bytes=budget_bytes)
-            for number in range(MOST_SETUP_STEPS):
+            least, most = LEAST_SETUP_STEPS, MOST_SETUP_STEPS
+            if self.job.device == "cuda":
+                least, most = LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED
+            for number in range(most):
                 step(number)
-                planned = room.report().planned_steps if number + 1 >= LEAST_SETUP_STEPS or planned_only else 0
-                if number + 1 >= LEAST_SETUP_STEPS and planned >= PLANNED_STEPS:
+                planned = room.report().planned_steps if number + 1 >= least or planned_only else 0
+                if number + 1 >= least and planned >= PLANNED_STEPS:
                     break
                 if planned_only and number >= 3 and not planned:
                     return replace(row, status="budget", detail="no step could be planned")
