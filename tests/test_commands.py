@@ -346,7 +346,7 @@ def test_compare_prints_a_table_a_plot_and_why_there_is_no_plan(files: Path, cap
     ]
     assert printed.out.count("\nauto ") == 2
     assert printed.out.count("within ") == 2
-    assert "none: planner none needs" in printed.out
+    assert "none: none's rule stops at" in printed.out
     assert "a none  b auto" in printed.out
     assert "4 of 4: auto within" in printed.err
 
@@ -355,7 +355,7 @@ def test_compare_without_any_plan_is_status_one(files: Path, capsys: Printed) ->
     assert run(["compare", "trace.json.gz", "--budget", f"{FLOOR - 1}B", "--planners", "none"]) == 1
     said = capsys.readouterr()
     assert "the smallest that works is" in said.err.splitlines()[-1]
-    assert "none: planner none needs" in said.out
+    assert "none: none's rule stops at" in said.out
 
 
 def comparison(*plans: tuple[str, int, float]) -> Comparison:

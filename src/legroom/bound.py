@@ -25,16 +25,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from legroom import tables as t
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.tables import Floats, Ints, Tables, tabulate
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array  # scipy takes half a second to load: only where a program is solved
 
 # Above that, a trace is looked at more coarsely: on GPTs of 700 and 2,000 gaps the bound lost 0.1 % at most, and took
 # 0.8 s in place of 2.6 and 1.6 s in place of 14.
@@ -66,9 +67,19 @@ def lower_bound(
     Out of time it is that of a step that keeps everything. Traces of more than `most_ticks` starts and ends of gaps are
     looked at more coarsely.
     """
+    if trace.head_peak_bytes > budget_bytes:
+        nothing = np.zeros(len(trace.gaps))
+        return Bound(math.inf, nothing, nothing)
     tables = tabulate(trace, hardware)
+    return bound_of(tables, budget_bytes, time_limit_seconds=time_limit_seconds, most_ticks=most_ticks)
+
+
+def bound_of(
+    tables: Tables, budget_bytes: int, *, time_limit_seconds: float = 60.0, most_ticks: int = MOST_TICKS
+) -> Bound:
+    """As lower_bound(), of a trace whose head is within the budget."""
     nothing = np.zeros(len(tables.gaps))
-    if max(trace.head_peak_bytes, _floor(tables)) > budget_bytes:
+    if _floor(tables) > budget_bytes:
         return Bound(math.inf, nothing, nothing)
     relaxed = Relaxation(tables, budget_bytes, most_ticks=most_ticks)
     columns, duals = relaxed.program.solve(time_limit_seconds)
@@ -152,11 +163,15 @@ class LinearProgram:
         self.least.append(least * scale)
 
     def matrix(self) -> csr_array:
+        from scipy.sparse import csr_array
+
         entries = np.array(self._factors), (np.array(self._rows, int), np.array(self._columns, int))
         return csr_array(entries, shape=(len(self.least), len(self.high)))
 
     def solve(self, time_limit_seconds: float) -> tuple[Floats | None, Floats]:
         """The columns, None where the solver did not finish; and a dual for each row, zeros where it has none."""
+        from scipy.optimize import linprog
+
         bounds = np.column_stack([np.zeros(len(self.high)), self.high])
         options = {"time_limit": time_limit_seconds}
         # Interior points: at 700 gaps twice as fast as the dual simplex method, at 2,000 more than four times.

@@ -97,7 +97,7 @@ def judge(trace: Trace, hardware: Hardware, plan: Plan) -> Judged:
     nbytes = {Keep: 0, Swap: 0, Recompute: 0}
     for gap, decision in zip(trace.gaps, plan.decisions, strict=True):
         nbytes[type(decision)] += trace.storages[gap.storage].nbytes
-    bound: float | None = getattr(plan, "lower_bound_seconds", None)  # only some plans carry one
+    bound = plan.lower_bound_seconds
     return Judged(
         seconds=timeline.seconds,
         overhead=timeline.seconds / plain - 1 if plain else 0.0,

@@ -66,6 +66,13 @@ class Plan:
     predicted_peak_bytes: int
     predicted_seconds: float
     notes: tuple[str, ...]
+    lower_bound_seconds: float | None = None  # no plan within the budget is faster, in the model; None: not known
+
+    @property
+    def gap(self) -> float | None:
+        """How far the plan lies above its bound, as a share of it."""
+        bound = self.lower_bound_seconds
+        return self.predicted_seconds / bound - 1 if bound else None
 
 
 def signature(trace: Trace) -> str:
@@ -104,6 +111,7 @@ def to_json(plan: Plan) -> str:
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "predicted_seconds": plan.predicted_seconds,
+            **({} if plan.lower_bound_seconds is None else {"lower_bound_seconds": plan.lower_bound_seconds}),
             "notes": list(plan.notes),
             "decisions": [_decision_to_dict(decision) for decision in plan.decisions],
         },
@@ -119,15 +127,19 @@ def from_json(text: str) -> Plan:
         "predicted_seconds",
         "notes",
         "decisions",
+        optional=("lower_bound_seconds",),
     )
+    seconds = fields["predicted_seconds"].number()
+    bound = fields["lower_bound_seconds"].number(most=seconds) if "lower_bound_seconds" in fields else None
     return Plan(
         decisions=tuple(_decision_from(node) for node in fields["decisions"].items(longest=MOST_GAPS)),
         trace_signature=fields["trace_signature"].text(longest=64),
         planner=fields["planner"].text(longest=64),
         budget_bytes=fields["budget_bytes"].integer(),
         predicted_peak_bytes=fields["predicted_peak_bytes"].integer(),
-        predicted_seconds=fields["predicted_seconds"].number(),
+        predicted_seconds=seconds,
         notes=tuple(node.text() for node in fields["notes"].items(longest=1000)),
+        lower_bound_seconds=bound,
     )
 
 

@@ -39,7 +39,7 @@ def test_it_is_the_best_of_all_plans_that_recompute(trace: Trace) -> None:
 
 
 @given(st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_every_plan_is_sound_or_the_floor_is_its_own(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces(most_ops=10)), data.draw(hardwares())
     budget = data.draw(st.sampled_from(budgets(trace)))

@@ -11,7 +11,8 @@ from legroom.evaluate import Evaluator, floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace, Value
 from legroom.plan import Keep, Recompute
-from legroom.planners.dtr import Dtr, recipe
+from legroom.planners.dtr import Dtr
+from legroom.planners.recipes import recipe
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
 from tests.pure.strategies import hardwares, traces

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legroom.bound import lower_bound
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS, Hardware
@@ -18,6 +19,7 @@ from legroom.planners.none import KeepAll
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
 from tests.pure.strategies import hardwares, make_plan, make_trace, traces
+from tests.pure.test_planners import LIGHT
 from tests.pure.test_schedule import LINK, chain
 
 SMALL = chain(8)
@@ -72,13 +74,13 @@ def test_the_plan_is_what_it_says_and_within_the_slowdown(
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))
 def test_every_planner_has_a_dual(name: str) -> None:
-    assert_least_peak(PLANNERS[name], make_trace(11, forward=8), PRESETS["v100-16g"], 0.3, most=5)
+    assert_least_peak(LIGHT[name], make_trace(11, forward=8), PRESETS["v100-16g"], 0.3, most=5)
 
 
 def test_a_generous_slowdown_ends_at_the_floor_at_once() -> None:
     plan = least_peak(Auto(), SMALL, LINK, 10 * ALL_AWAY_SECONDS / PLAIN_SECONDS)
     assert plan.predicted_peak_bytes == floor_bytes(SMALL)
-    assert "2 budgets asked for" in plan.notes[-1]
+    assert "3 budgets asked for" in plan.notes[-1]
 
 
 def test_what_is_free_is_done_at_no_slowdown() -> None:
@@ -95,16 +97,25 @@ def test_more_slowdown_never_takes_more_memory() -> None:
 
 def test_it_is_the_least_budget_to_within_a_thousandth() -> None:
     trace, hardware = make_trace(5, forward=30), PRESETS["rtx2080ti-pcie3"]
-    plan = least_peak(Auto(), trace, hardware, 0.2)
+    planner = Auto(bound=False, thorough=False)
+    plan = least_peak(planner, trace, hardware, 0.2)
     floor = floor_bytes(trace)
     step = max(1, (trace.peak_bytes - floor) // RESOLUTION)
     assert floor < plan.predicted_peak_bytes < trace.peak_bytes
     limit = 1.2 * seconds_of_keeping(trace, hardware)
-    assert Auto()(trace, hardware, plan.predicted_peak_bytes - 2 * step).predicted_seconds > limit
+    assert planner(trace, hardware, plan.predicted_peak_bytes - 2 * step).predicted_seconds > limit
 
 
 def test_plain_pytorch_only_has_the_plain_peak() -> None:
     assert least_peak(KeepAll(), SMALL, LINK, 1.0).predicted_peak_bytes == SMALL.peak_bytes
+
+
+def test_the_bound_is_that_of_the_answer() -> None:
+    plan = least_peak(Auto(evaluations=300), SMALL, LINK, 0.1)
+    assert plan.lower_bound_seconds is not None
+    assert plan.lower_bound_seconds <= plan.predicted_seconds
+    assert plan.lower_bound_seconds == pytest.approx(lower_bound(SMALL, LINK, plan.budget_bytes).seconds, rel=1e-3)
+    assert least_peak(Auto(bound=False), SMALL, LINK, 0.1).lower_bound_seconds is None
 
 
 @pytest.mark.parametrize("says_floor", [True, False])

@@ -89,7 +89,7 @@ def assert_as_printed(home: Home, trace: Trace, hardware: Hardware, budget: int)
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_the_shortcuts_change_nothing(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     budget = between(trace, data.draw(st.sampled_from((0.0, 0.1, 0.3, 0.6))))
@@ -97,7 +97,7 @@ def test_the_shortcuts_change_nothing(data: st.DataObject) -> None:
     assert_as_printed(Home(particles=8, iterations=12, share=share, seed=seed), trace, hardware, budget)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_shortcuts_change_nothing_among_equals(seed: int) -> None:
     """In a chain many policies are equally fast: which of them leads on is a matter of order."""
     assert_as_printed(Home(particles=30, iterations=10, seed=seed), chain(8), SLOW, 5000)
@@ -165,7 +165,7 @@ def test_a_free_swap_is_found() -> None:
 
 def test_a_replay_is_found_where_the_link_is_slow() -> None:
     plan = Home(particles=40)(chain(8), SLOW, 7000)
-    assert plan.decisions.count(Recompute()) == 1
+    assert plan.decisions.count(Recompute(share=True)) == 1
     assert round(plan.predicted_seconds * 1e6) == 18  # one op more
 
 
@@ -176,7 +176,7 @@ def test_the_best_policy_of_a_small_chain_is_found(budget: int, hardware: Hardwa
     evaluator = Evaluator(trace, hardware)
     judged = [
         evaluator.judge(np.array(codes, np.int8), budget)
-        for codes in product((KEEP, OVERLAP, SYNC, RECOMPUTE), repeat=evaluator.gaps)
+        for codes in product((KEEP, OVERLAP, SYNC, SHARED), repeat=evaluator.gaps)
     ]
     best = min(ns for ns, _, excess in judged if excess == 0)
     plan = Home(particles=100)(trace, hardware, budget)
@@ -193,10 +193,10 @@ def test_sharing_makes_chains_of_replays_cheap() -> None:
 def test_what_cannot_be_recomputed_is_swapped_or_kept() -> None:
     trace = chain(6, why_not="not deterministic")  # the op all others hang on
     for policy in initial(Evaluator(trace, SLOW), 50):
-        assert policy[0] != RECOMPUTE
+        assert policy[0] != SHARED
     plan = Home(particles=50)(trace, SLOW, 4000)
     assert not isinstance(plan.decisions[0], Recompute)
-    assert Recompute() in plan.decisions
+    assert Recompute(share=True) in plan.decisions
 
 
 def test_with_room_for_everything_nothing_is_done() -> None:

@@ -21,6 +21,14 @@ def test_a_plan_survives_json() -> None:
     assert from_json(to_json(example())) == example()
 
 
+def test_a_bound_survives_json_and_gives_the_gap() -> None:
+    bounded = dataclasses.replace(example(), lower_bound_seconds=0.1)
+    assert from_json(to_json(bounded)) == bounded
+    assert bounded.gap == pytest.approx(0.25)
+    assert example().gap is None
+    assert "lower_bound_seconds" not in to_json(example())
+
+
 def test_a_recomputation_is_alone_unless_its_file_says_otherwise() -> None:
     text = to_json(example())
     assert '{"do":"recompute"}' in text
@@ -43,6 +51,9 @@ def test_random_plans_survive_json(data: st.DataObject) -> None:
         ({"budget_bytes": True}, "plan.budget_bytes"),
         ({"predicted_seconds": "1"}, "plan.predicted_seconds"),
         ({"predicted_seconds": -1.0}, "plan.predicted_seconds"),
+        ({"lower_bound_seconds": -1.0}, "plan.lower_bound_seconds"),
+        ({"lower_bound_seconds": None}, "plan.lower_bound_seconds"),
+        ({"lower_bound_seconds": 0.126}, "plan.lower_bound_seconds"),  # above what the plan itself predicts
         ({"notes": "text"}, "plan.notes"),
         ({"planner": None}, "plan.planner"),
         ({"version": 2}, "version 2"),

@@ -13,19 +13,21 @@ from legroom.errors import PlanError, quote
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
-from legroom.planners.auto import Auto
+from legroom.planners.auto import Auto, quick
 from legroom.planners.capuchin import Capuchin
+from legroom.planners.checkmate import Checkmate
 from legroom.planners.dtr import Dtr
 from legroom.planners.home import Home
 from legroom.planners.mimose import Mimose
 from legroom.planners.none import KeepAll
+from legroom.planners.optimal import Optimal
 from legroom.planners.sublinear import Sublinear
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.tensile import Tensile
 from legroom.planners.vdnn import Vdnn
 from legroom.units import parse_bytes
 
-__all__ = ["PLANNERS", "Planner", "named", "plan"]
+__all__ = ["PLANNERS", "Planner", "named", "plan", "quick"]
 
 
 class Planner(Protocol):
@@ -53,9 +55,11 @@ PLANNERS: dict[str, Planner] = {
     "superneurons": SuperNeurons(),
     "sublinear": Sublinear(),
     "dtr": Dtr(),
+    "checkmate": Checkmate(),
     "capuchin": Capuchin(),
     "home": Home(),
     "mimose": Mimose(),
     "tensile": Tensile(),
+    "optimal": Optimal(),
     "auto": Auto(),
 }

@@ -11,7 +11,7 @@ end. The memory inside a replay (the paper's U, exact there) is left to the eval
 it goes above the budget.
 
 Guarantee: a plan within the budget, or BudgetError with the least peak found without swapping, by changes of one or two
-gaps at a time.
+gaps at a time. The bound it states is that of all plans, those that swap included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from legroom.planners.optimal import REPLAYS, Optimal, solve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkmate:
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float = 30.0
     gap: float = 1e-4
     chain: int = 24
     chained_gaps: int = 100

@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from legroom.bound import lower_bound
 from legroom.errors import BudgetError, quote
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan, signature
+from legroom.planners.auto import Auto, quick
 from legroom.schedule import Schedule, check_schedule, lower
 from legroom.simulate import simulate
 from legroom.units import format_bytes
@@ -45,19 +47,33 @@ def least_peak(
         raise TypeError(f"max_slowdown must be a number such as 0.05, got {quote(max_slowdown)}")
     if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
         raise ValueError(f"max_slowdown must be 0 or more, 0.05 for 5 %, got {max_slowdown}")
-    search = _Search(planner, trace, hardware, max_slowdown)
+    # Only the answer has to be searched for closely, and needs a bound: auto takes three times as long with both.
+    asked = quick(planner)
+    search = _Search(asked, trace, hardware, max_slowdown)
     search.run(most_budgets)
     if search.best is None:
         raise BudgetError(
             f"no plan at a slowdown of at most {max_slowdown:.4g}, with room for everything: {search.why}"
         )
+    if asked is not planner:
+        search.planner = planner
+        search.ask(search.best[1])
     plan, peak, seconds = search.best
     note = (
         f"least peak at a slowdown of at most {max_slowdown:.4g}: {search.slowdown(seconds):.4g}; "
         f"{search.asked} budgets asked for"
     )
-    notes = (*plan.notes, note)
-    return replace(plan, budget_bytes=peak, predicted_peak_bytes=peak, predicted_seconds=seconds, notes=notes)
+    bound = plan.lower_bound_seconds  # with more memory, so it holds here too
+    if bound is None and isinstance(planner, Auto) and planner.bound:
+        bound = lower_bound(trace, hardware, peak).seconds
+    return replace(
+        plan,
+        budget_bytes=peak,
+        predicted_peak_bytes=peak,
+        predicted_seconds=seconds,
+        notes=(*plan.notes, note),
+        lower_bound_seconds=bound,
+    )
 
 
 class _Search:
@@ -76,7 +92,7 @@ class _Search:
 
     def run(self, most_budgets: int) -> None:
         resolution = max(1, (self.high - self.low) // RESOLUTION)
-        self._ask(self.high)
+        self.ask(self.high)
         if self.best is None:
             return  # too slow with room for everything
         # The floor, or what the planner calls its own: the lowest that can be, and the answer to a generous slowdown.
@@ -84,9 +100,9 @@ class _Search:
         while self.low <= self.high and self.asked < most_budgets:
             if not is_floor and self.high - self.low < resolution:
                 return
-            is_floor = self._ask(self.low if is_floor else (self.low + self.high) // 2)
+            is_floor = self.ask(self.low if is_floor else (self.low + self.high) // 2)
 
-    def _ask(self, budget: int) -> bool:
+    def ask(self, budget: int) -> bool:
         """Narrow the range by one answer; whether `low` is now the floor that the planner names."""
         self.asked += 1
         try:

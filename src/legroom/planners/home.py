@@ -21,7 +21,9 @@ Deviations, and why:
 - How likely "randomly" takes each action (line 2 of algorithm 1) is left open. Here each particle draws that too: were
   all actions equally likely for all particles, hardly any would be within a small budget. What no plan could recompute
   is not drawn to be recomputed.
-- What a replay makes on its way to something else is thrown away again; the paper does not say. `share` lets it stay.
+- What a replay makes on its way to something else stays where it is to be recomputed too (`share`). The paper does not
+  say, but its algorithm 2 pays for each recomputation once. On a GPT of 24 layers that is 3.6 % above `auto` at a
+  quarter of the range where throwing it away is 13 to 45 %.
 - The search stops when an iteration changes no particle, as every later one would do the same, or when the best has not
   improved for `patience` iterations.
 - The second candidate of figure 5 is misprinted: [1,1,2,0] is meant. And a particle that is not its own best, as there,
@@ -65,7 +67,7 @@ class Home:
     particles: int = 500
     iterations: int = 500
     patience: int = 50  # iterations without a faster policy after which the search ends
-    share: bool = False  # whether what a replay makes on its way stays, if it is to be recomputed too
+    share: bool = True  # whether what a replay makes on its way stays, if it is to be recomputed too
     seed: int = 0
     threads: int | None = None  # None: one for each core; the plan does not depend on it
     progress: Progress | None = None  # called in each iteration
@@ -125,7 +127,7 @@ class Home:
         )
 
 
-def initial(evaluator: Evaluator, particles: int, *, recompute: int = RECOMPUTE, seed: int = 0) -> list[Codes]:
+def initial(evaluator: Evaluator, particles: int, *, recompute: int = SHARED, seed: int = 0) -> list[Codes]:
     """Lines 1 to 3 of algorithm 1: random policies, after the one that is within any budget that can be met."""
     rng = np.random.default_rng(seed)
     gaps, possible = evaluator.gaps, _recomputable(evaluator)

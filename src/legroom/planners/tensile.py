@@ -44,7 +44,7 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels import Codes
 from legroom.plan import Plan
-from legroom.planners.dtr import recipe
+from legroom.planners.recipes import recipe
 from legroom.units import format_bytes
 
 

@@ -1,0 +1,315 @@
+"""Local search over plans: greedy by price, judged by the exact evaluator, then improved as long as it helps.
+
+A price is nanoseconds per byte by which less stands above the budget, summed over all ticks. Prices come from
+evaluating the whole plan with one gap changed, so stalls, busy lanes and chains of replays are all in them. They wait
+in a heap and are brought up to date only when they come to the top. Fewer ticks are above the budget as the search goes
+on, so an old price is nearly always too low and is asked for again in time.
+
+What is recomputed is shared first: a chain of gaps then costs each of its ops once, as it does for a checkpointed
+block, and the prices of gaps add up. To throw a value away again is tried one gap at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
+from legroom.kernels import Codes
+from legroom.tables import G_BYTES, G_END, G_IN, G_OUT, G_START, G_VALUE, NEVER, O_NS, V_WRITER
+
+_ACTIONS = (OVERLAP, SHARED)
+_LAST_RESORTS = (RECOMPUTE, SYNC)  # near the floor only these free enough: to throw away again, and to wait for swaps
+_STARTS = {
+    "all actions": _ACTIONS,
+    "swaps": (OVERLAP,),
+    "replays": (SHARED,),
+    "nothing shared": (OVERLAP, RECOMPUTE),
+}
+_CODES = 1 + max(*_ACTIONS, *_LAST_RESORTS)
+_IN_VAIN = 80  # exchanges without a gain after which the search ends
+_MOST_UNDONE = 16  # gaps in an exchange: about what a block of a transformer has
+_ONE_EXCHANGE = 300  # evaluations
+_LEAST_PRICED = 20  # gaps
+# (temperature at first, as a share of the plain step; how often two gaps change at once). Steps differ in what they ask
+# for: of 50 random ones of 6 to 40 gaps, by which these were chosen, all eight missed the best plan known by more than
+# 1 % once, the first alone with as many changes in two runs as these have in six four times, and none of them 11 times.
+_ANNEALINGS = ((0.1, 0.3), (0.03, 0.7), (0.01, 0.3), (0.3, 0.5), (0.03, 0.3), (0.1, 0.7), (0.01, 0.7), (0.3, 0.3))
+MOST_ANNEALED = 100  # gaps; with more, random changes find too little
+CHANGES = 125  # of a gap, in each annealing
+_COLDEST = 2e-4
+_PENALTY_GROWS = 1.002  # with each change while the plan is above the budget; else it falls
+
+# (price, rank among equals: minus the bytes by which memory falls over the ticks above the budget, gap, action)
+_Entry = tuple[float, float, int, int]
+_Cost = tuple[int, int, int]  # as Evaluator.judge() says
+
+
+class Search:
+    """Looks for the fastest plan within a budget. `feasible`: the start is; by default that of least peak."""
+
+    def __init__(
+        self, evaluator: Evaluator, budget_bytes: int, evaluations: int, *, start: Codes | None = None
+    ) -> None:
+        self.evaluator = evaluator
+        self.budget = budget_bytes
+        self.count = 0
+        self.most = evaluations
+        self.known: dict[tuple[int, int], _Entry] = {}  # (gap, action): its price when last asked for
+        self.best = np.full(evaluator.gaps, SYNC, np.int8) if start is None else start
+        self.best_ns, _, excess = self._judge(self.best)
+        self.feasible = excess == 0
+        self.found_from = "waiting for every swap"
+
+    def greedy(self) -> None:
+        """Start from keeping everything: with all actions, with some; and unshared, where memory is short for that."""
+        kept = np.full(self.evaluator.gaps, KEEP, np.int8)
+        prices = self._prices(kept, _ACTIONS, range(len(kept)))
+        # While all else is kept there is nothing to share.
+        prices += [(price, rank, gap, RECOMPUTE) for price, rank, gap, action in prices if action == SHARED]
+        for name, actions in _STARTS.items():
+            if name == "nothing shared" and not (self.best == SYNC).any():
+                break  # what is shared takes memory, but there is enough
+            start = [entry for entry in prices if entry[3] in actions]
+            reached = self._reach(kept.copy(), start, actions, until=self._share(), give_up_ns=self.best_ns)
+            self.consider(name, self._force(reached))
+
+    def start_from(self, name: str, codes: Codes) -> None:
+        """Start from a plan that may be above the budget, or a recomputation of which may be impossible."""
+        codes = codes.copy()
+        if self._judge(codes)[0] == NEVER:
+            codes[(codes == SHARED) | (codes == RECOMPUTE)] = KEEP
+        reached = self._reach(codes, [], _ACTIONS, until=self._share(), give_up_ns=NEVER)
+        self.consider(name, self._improve(self._force(reached), until=self._share()))
+
+    def finish(self) -> None:
+        """Improve the best so far as long as evaluations are left, and any change helps."""
+        self.consider(self.found_from, self._improve(self.best.copy(), until=self._share()))
+        self._exchange()
+        self.consider(self.found_from, self._improve(self.best.copy(), until=self.most))
+
+    def anneal(self, changes: int, actions: Sequence[int]) -> None:
+        """Random changes from the best so far, for the worse too while it is hot: so many, once for each annealing.
+
+        Above the budget a plan pays a penalty. It follows the plan to and fro across the budget, as the right one is
+        not known: too low, and no plan is within it; too high, and there is no way from one that is to a better one.
+        """
+        rng = np.random.default_rng(0)
+        plain_ns, _, missing = self._judge(np.full(self.evaluator.gaps, KEEP, np.int8))
+        for hot, pairs in _ANNEALINGS:
+            codes = self.best.copy()
+            now_ns, now_excess = self.best_ns, 0
+            penalty = 3.0 * (now_ns - 0.98 * plain_ns) / max(1, missing)
+            temperature, cooling = plain_ns * hot, (_COLDEST / hot) ** (1.0 / max(1, changes))
+            gaps = rng.integers(len(codes), size=(changes, 2)).tolist()
+            chosen = rng.choice(actions, size=(changes, 2)).tolist()
+            many, luck = (1 + (rng.random(changes) < pairs)).tolist(), rng.random(changes).tolist()
+            for i in range(changes):
+                temperature *= cooling
+                before = [codes[gap] for gap in gaps[i]]
+                for gap, action in zip(gaps[i][: many[i]], chosen[i], strict=False):
+                    codes[gap] = action
+                ns, _, excess = self._judge(codes)
+                worse = ns - now_ns + penalty * (excess - now_excess)
+                if ns < NEVER and (worse <= 0 or luck[i] < math.exp(-worse / temperature)):
+                    now_ns, now_excess = ns, excess
+                    if excess == 0 and ns < self.best_ns:
+                        self.best, self.best_ns, self.found_from = codes.copy(), ns, "annealing"
+                else:
+                    codes[gaps[i]] = before
+                penalty *= _PENALTY_GROWS if now_excess else 1.0 / _PENALTY_GROWS
+
+    def consider(self, name: str, codes: Codes) -> None:
+        ns, _, excess = self._judge(codes)
+        if excess == 0 and ns < self.best_ns:
+            self.best, self.best_ns, self.found_from = codes, ns, name
+
+    def _share(self) -> int:
+        """How far the next part of the search may count."""
+        return self.count + (self.most - self.count) // 3
+
+    def _judge(self, codes: Codes) -> _Cost:
+        self.count += 1
+        return self.evaluator.judge(codes, self.budget)
+
+    def _changed(self, codes: Codes, gap: int, action: int) -> _Cost:
+        """What the plan costs with one gap changed."""
+        before = codes[gap]
+        codes[gap] = action
+        cost = self._judge(codes)
+        codes[gap] = before
+        return cost
+
+    def _prices(self, codes: Codes, actions: tuple[int, ...], gaps: Iterable[int]) -> list[_Entry]:
+        """What each single change costs, where it helps."""
+        now = self._judge(codes)
+        entries = []
+        for gap in gaps:
+            for action in actions:
+                if codes[gap] != action and self.count < self.most:
+                    entry = self._entry(now, self._changed(codes, gap, action), gap, action)
+                    entries += [] if entry is None else [entry]
+        return self._rank_free(entries, now[2])
+
+    def _promising(self, codes: Codes, many: int) -> list[int]:
+        """The gaps to be priced: so many at most, those that save most above the budget for the time of their op."""
+        tables = self.evaluator.tables
+        if len(codes) <= many:
+            return list(range(len(codes)))
+        self._judge(codes)
+        above = np.concatenate([[0], np.cumsum(self.evaluator.curve() > self.budget)])
+        falls = (above[tables.gaps[:, G_END] + 1] - above[tables.gaps[:, G_START]]) * tables.gaps[:, G_BYTES]
+        writers = np.append(tables.values[:, V_WRITER], -1)[tables.gaps[:, G_VALUE]]
+        prices = tables.ops[writers, O_NS] / np.maximum(falls, 1)
+        order = np.argsort(np.where(falls > 0, prices, np.inf), kind="stable")
+        return [int(gap) for gap in order[: min(many, int((falls > 0).sum()))]]
+
+    def _rank_free(self, entries: list[_Entry], missing_bytes: int) -> list[_Entry]:
+        """Of changes that cost nothing, put first those that save most per nanosecond of copying.
+
+        Swaps are free only while the lanes have room. What a swap saves is what its gap would cost otherwise, but no
+        more than its bytes would cost elsewhere: at the price of the last gap needed if gaps were paid for, cheapest
+        first.
+        """
+        paid: dict[int, _Entry] = {}
+        for entry in sorted(entries):
+            if entry[0] > 0.0:
+                paid.setdefault(entry[2], entry)
+        marginal = 0.0
+        for price, fall, _, _ in paid.values():
+            if missing_bytes <= 0:
+                break
+            missing_bytes += int(fall)
+            marginal = price
+        out = []
+        for price, fall, gap, action in entries:
+            rank = fall
+            if price <= 0.0:
+                otherwise = paid[gap][0] if gap in paid else marginal
+                copying = int(self.evaluator.tables.gaps[gap, G_OUT] + self.evaluator.tables.gaps[gap, G_IN])
+                rank = fall * min(otherwise, marginal) / (copying + 1)
+            out.append((price, rank, gap, action))
+            self.known[gap, action] = out[-1]
+        return out
+
+    def _entry(self, now: _Cost, then: _Cost, gap: int, action: int) -> _Entry | None:
+        fall = now[2] - then[2]
+        if then[0] == NEVER or fall <= 0:
+            return None
+        return (then[0] - now[0]) / fall, -float(fall), gap, action
+
+    def _reach(
+        self, codes: Codes, heap: list[_Entry], actions: tuple[int, ...], *, until: int, give_up_ns: int
+    ) -> Codes:
+        """Change gaps, cheapest first, until the budget is met or the search has cost too much."""
+        heapq.heapify(heap)
+        now = self._judge(codes)
+        fresh = False
+        while now[2] > 0 and self.count < until and now[0] < give_up_ns:
+            if not heap:
+                if fresh:
+                    break
+                # What was useless before may be useful now.
+                every = (*actions, *_LAST_RESORTS)
+                many = max(_LEAST_PRICED, (until - self.count) // (3 * len(every)))  # the rest is left to act on prices
+                heap, fresh = self._prices(codes, every, self._promising(codes, many)), True
+                heapq.heapify(heap)
+                continue
+            _, _, gap, action = heapq.heappop(heap)
+            if codes[gap] != KEEP and (action != SYNC or codes[gap] == SYNC) and not fresh:
+                continue  # something was done about this gap; only waiting for it frees more
+            then = self._changed(codes, gap, action)
+            entry = self._entry(now, then, gap, action)
+            if entry is None:
+                continue
+            self.known[gap, action] = entry
+            if heap and entry[0] > 0.0 and entry[0] > 1.02 * heap[0][0]:
+                heapq.heappush(heap, entry)
+                continue
+            codes[gap] = action
+            now, fresh = then, False
+        return codes
+
+    def _force(self, codes: Codes) -> Codes:
+        """Meet the budget whatever it costs: wait for swaps wherever memory is above it, at last everywhere."""
+        gaps = self.evaluator.tables.gaps
+        for _ in range(4):
+            if self._judge(codes)[2] == 0:
+                return codes
+            above = np.concatenate([[0], np.cumsum(self.evaluator.curve() > self.budget)])
+            codes[above[gaps[:, G_END] + 1] > above[gaps[:, G_START]]] = SYNC
+        return np.full(len(codes), SYNC, np.int8)
+
+    def _exchange(self) -> None:
+        """Undo some changes and pay anew, with prices a little off so that other gaps come first than did before."""
+        rng = np.random.default_rng(0)
+        vain = 0
+        while vain < _IN_VAIN and self.count < self.most and (self.best != KEEP).any():
+            trial = self._undone(self.best, rng)
+            undone = np.flatnonzero(trial != self.best).tolist()
+            for gap in undone:
+                self.known.setdefault((gap, int(self.best[gap])), (0.0, 0.0, gap, int(self.best[gap])))
+            off = rng.uniform(0.8, 1.25, (len(trial), _CODES))
+            heap = []
+            for price, rank, gap, action in self.known.values():
+                if trial[gap] == KEEP:
+                    factor = float(off[gap, action])
+                    heap.append((price * factor, rank * factor, gap, action))
+            until = min(self.most, self.count + _ONE_EXCHANGE)
+            before = self.best_ns
+            self.consider(self.found_from, self._reach(trial, heap, _ACTIONS, until=until, give_up_ns=self.best_ns))
+            vain = 0 if self.best_ns < before else vain + 1
+
+    def _undone(self, codes: Codes, rng: np.random.Generator) -> Codes:
+        """With some gaps kept again: neighbours, such as a layer has; or alike, as in all layers; or any."""
+        changed = np.flatnonzero(codes != KEEP)
+        some = int(rng.integers(2, _MOST_UNDONE + 1))
+        how = rng.integers(3)
+        if how == 0:
+            first = int(rng.integers(len(changed)))
+            undone = changed[first : first + some]
+        else:
+            one = rng.choice(changed)
+            sizes = self.evaluator.tables.gaps[:, G_BYTES]
+            alike = (codes == codes[one]) & (sizes == sizes[one])
+            undone = rng.permutation(np.flatnonzero(alike) if how == 1 else changed)[:some]
+        out = codes.copy()
+        out[undone] = KEEP
+        return out
+
+    def _improve(self, codes: Codes, *, until: int) -> Codes:
+        """Change single gaps for the better, the highest win first, until nothing helps."""
+        now = self._judge(codes)
+        changed = True
+        while changed and self.count < until:
+            changed = False
+            for _, action, gap in sorted(self._wins(codes, now, until)):
+                then = self._changed(codes, gap, action)
+                if self._is_better(then, now, action):
+                    codes[gap] = action
+                    now, changed = then, True
+        return codes
+
+    def _wins(self, codes: Codes, now: _Cost, until: int) -> list[tuple[int, int, int]]:
+        """(minus nanoseconds won, action, gap) of every single change that is for the better."""
+        wins = []
+        for gap in np.flatnonzero(codes != KEEP).tolist():
+            if self.count >= until:
+                break
+            for action in (KEEP, *_ACTIONS, *_LAST_RESORTS):
+                if action == codes[gap]:
+                    continue
+                then = self._changed(codes, gap, action)
+                if self._is_better(then, now, action):
+                    wins.append((then[0] - now[0], action, gap))
+                if action == KEEP and then[0] >= now[0]:
+                    break  # not even keeping it would win time: nothing else will
+        return wins
+
+    @staticmethod
+    def _is_better(then: _Cost, now: _Cost, action: int) -> bool:
+        """Within the budget and faster, or as fast with less to do."""
+        return then[2] == 0 and (then[0] < now[0] or (then[0] == now[0] and action == KEEP))
