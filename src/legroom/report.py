@@ -37,7 +37,7 @@ class Report:
     predicted_step_seconds: float
     baseline_seconds: float  # the modelled step without any action
     pace: float  # what the first steps of a plan took on the device, over what was simulated; all three contain it
-    lower_bound_seconds: float | None  # no plan within the budget is modelled faster; None where no planner states it
+    lower_bound_seconds: float | None  # no plan for the bytes that could be filled is faster; None where not stated
     gap: float | None = field(init=False)  # how far the modelled step lies above that bound, as a share of it
     bytes_kept: int
     bytes_swapped: int

@@ -428,7 +428,7 @@ class Room:
         if timeline is not None:
             self._pace.hear(timeline.seconds)
         pace = self._pace.factor
-        bound = getattr(plan, "lower_bound_seconds", None)
+        bound = plan.lower_bound_seconds if plan is not None else None
         return Report(
             steps=self._steps,
             sheltered_steps=self._sheltered,

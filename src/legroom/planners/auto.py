@@ -43,6 +43,7 @@ _MOST_GREEDY = 1000
 # That far above the bound, it is worth a second program, for so much of what the budget has above the floor: for a GPT
 # of 24 layers on the slower preset, at 1 and 2 % of the range, 1.1 % above the bound in place of 10.8 and 7.4 %.
 _FAR, _SMALLER = 0.05, 0.4
+_NEAR = 5e-3  # that close, annealing for longer than all the rest takes can gain no more than that
 _AS_GOOD = 1e-6  # that close to the bound, a plan is not worth improving
 # Planners that are asked too, and with how many gaps at most: their time grows with the square of that, or is
 # longer than all the rest.
@@ -87,7 +88,8 @@ class Auto:
         search.finish()
         if relaxed is not None and search.best_ns > relaxed.seconds * 1e9 * (1 + _FAR):
             self._once_more(search)
-        if search.best_ns > lowest_ns and self.thorough and evaluator.gaps <= MOST_ANNEALED:
+        far = relaxed is None or search.best_ns > relaxed.seconds * 1e9 * (1 + _NEAR)
+        if far and self.thorough and evaluator.gaps <= MOST_ANNEALED:
             search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 3), (KEEP, *SWAPS, *REPLAYS))
             closely = Neighbours(evaluator, budget_bytes, (*SWAPS, *REPLAYS), self.evaluations)
             search.consider(search.found_from, closely.improved(search.best, self.evaluations))
