@@ -58,7 +58,7 @@ DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
 # Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
 FIRST_CHECK = 64
 # Of the budget: a plan that keeps everything and stays below is watched by its inputs alone.
-ROOMY = 0.9
+ROOMY = 0.95
 
 AnyStep = ShelteredStep | PlannedStep | IdleStep
 
@@ -343,9 +343,11 @@ class Room:
 
     def _look_at_pieces(self) -> bool:
         """Whether another plan was made because the allocator can give more, or less, than was thought."""
-        retries, self._retries = self._retries, self._device.retries()
         if self._brim is None or self._given is not None or self.trace is None or self.timeline is None:
             return False
+        if self._brim.settled:
+            return False
+        retries, self._retries = self._retries, self._device.retries()
         rearranged = self._retries > retries and self._planned > 1
         if not self._brim.after_step(
             rearranged=rearranged,

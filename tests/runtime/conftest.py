@@ -1,18 +1,23 @@
-"""Imports what the tests need and takes it out of the garbage collector's sight, once, while no tensor is alive.
+"""Two things that make these tests quick: plans that are found at once, and few objects to look at.
 
-A step that is measured collects garbage and looks at all objects: half a second each time with transformers loaded.
-Done later, this would also hide the tensors of other tests, and with them change what counts as alive.
+A step that is measured collects garbage and looks at all objects: half a second each time with transformers loaded. So
+what the tests need is imported here, and taken out of the garbage collector's sight once all tests are collected, while
+no tensor is alive. Done later, this would also hide the tensors of other tests, and with them change what counts as
+alive.
 """
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration
 from transformers import ViTForImageClassification as _ViT
 
 import legroom
+from legroom.planners import PLANNERS, quick
+from legroom.planners.auto import Auto
 
 USED = (
     torch,
@@ -24,5 +29,21 @@ USED = (
     _ViT,
 )
 
-gc.collect()
-gc.freeze()
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` without its thorough search, which takes seconds: a plan is a means here, and most are used for few steps.
+
+    Tests that are about what users get ask for `default_planner`.
+    """
+    monkeypatch.setitem(PLANNERS, "auto", quick(Auto()))
+
+
+@pytest.fixture
+def default_planner(_quick_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "auto", Auto())

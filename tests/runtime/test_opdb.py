@@ -8,6 +8,7 @@ second time, says nothing about a replay.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -61,7 +62,11 @@ def operators() -> tuple[Any, ...]:
         # Importing it forbids the whole process to set flags such as torch.backends.mkldnn.enabled.
         patch.setattr(torch.backends, "disable_global_flags", lambda: None)
         database = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
-    return tuple(op for op in database if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu"))
+    found = tuple(op for op in database if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu"))
+    # As in conftest.py: 150,000 objects, which every room of all later tests would look at. No test's tensor is alive.
+    gc.collect()
+    gc.freeze()
+    return found
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import pytest
 
@@ -52,7 +52,7 @@ MODELS = (
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
-@cache
+@lru_cache(maxsize=4)
 def plain(name: str, steps: int) -> list[Snapshot]:
     return run_plain(ZOO[name](), steps)
 

@@ -14,6 +14,7 @@ import pytest
 from bench.price import ABOVE, HALF, SMALL, ratios
 
 
+@pytest.mark.usefixtures("default_planner")
 @pytest.mark.parametrize(("share", "bound"), [(ABOVE, 1.25), (HALF, 1.6)], ids=["above the peak", "half of the range"])
 def test_the_price_of_a_step(share: float, bound: float, capsys: pytest.CaptureFixture[str]) -> None:
     found, report = ratios(share, SMALL, pairs=10)

@@ -146,11 +146,13 @@ class CudaDevice:
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity_bytes) * self.granularity_bytes
 
+    # Straight from the allocator: torch.cuda.memory_allocated() sorts all its counters into a dictionary first.
+
     def alive_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated(self.index)
+        return int(torch._C._cuda_memoryStats(self.index)["allocated_bytes"]["all"]["current"])
 
     def reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.index)
+        return int(torch._C._cuda_memoryStats(self.index)["reserved_bytes"]["all"]["current"])
 
     def retries(self) -> int:
         return int(torch._C._cuda_memoryStats(self.index)["num_alloc_retries"])
