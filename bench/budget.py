@@ -289,7 +289,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark itself")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "budget.json")
-    parser.add_argument("--render", type=Path, help="only write the page and the picture beside this results file")
+    parser.add_argument(
+        "--render",
+        type=Path,
+        help="only write the page and the picture beside this results file; with --from, take along what it lacks",
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     return parser
 
@@ -312,6 +316,8 @@ def main(arguments: Sequence[str]) -> int:
         measure(Job.from_json(parsed.one[0]), lambda row: append_row(target, asdict(row)))
         return 0
     if parsed.render:
+        if parsed.earlier:
+            write(parsed.render, read(parsed.render).after(read(parsed.earlier)))
         print(table(render(parsed.render)))
         return 0
     earlier = read(parsed.earlier) if parsed.earlier else Results((), ())

@@ -71,6 +71,13 @@ class Results:
         merged.update({(row.workload, row.contender): row for row in rows})
         return replace(self, rows=tuple(merged.values()))
 
+    def after(self, earlier: Results) -> Results:
+        """What an earlier file has and these lack, in front: a row that did not come about replaces none that did."""
+        shifted = [replace(row, run=row.run + len(earlier.runs)) for row in self.rows]
+        known = {(row.workload, row.contender) for row in earlier.rows if row.ok}
+        new = [row for row in shifted if row.ok or (row.workload, row.contender) not in known]
+        return replace(earlier, runs=(*earlier.runs, *self.runs)).with_rows(new)
+
     def workloads(self) -> list[str]:
         return list(dict.fromkeys(row.workload for row in self.rows))
 

@@ -116,6 +116,16 @@ def test_a_damaged_file_is_refused(change: dict[str, Any], message: str) -> None
         from_json(json.dumps(document))
 
 
+def test_a_later_file_takes_along_what_it_lacks() -> None:
+    """A row that did not come about replaces none that did; runs are numbered on."""
+    failed = Row("gpt", "plain", "timeout", "too long")
+    new = Row("bert", "plain", "ok", mean_ms=10.0)
+    joined = Results((RUN, RUN), (failed, replace(new, run=1))).after(Results((RUN,), GOOD))
+    assert joined.runs == (RUN,) * 3
+    assert joined.of("gpt") == Results((RUN,), GOOD).of("gpt")
+    assert joined.of("bert")["plain"] == replace(new, run=2)
+
+
 def test_a_new_row_replaces_the_old_one_and_tells_its_run() -> None:
     results = Results((RUN, RUN), GOOD).with_rows([replace(GOOD[1], mean_ms=140.0, median_ms=140.0, run=1)])
     assert [r.contender for r in results.rows] == [r.contender for r in GOOD]
