@@ -394,7 +394,7 @@ def test_without_matplotlib_a_plot_is_refused_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python has for a module that cannot be imported
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     said = complaint(capsys, "compare trace.json.gz --budget 50% --plot plot.png")
-    assert "pip install matplotlib" in said
+    assert "pip install 'legroom[plot]'" in said
 
 
 def test_ctrl_c_is_one_line_and_leaves_nothing(files: Path) -> None:

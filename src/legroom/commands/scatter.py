@@ -54,8 +54,8 @@ def check_matplotlib() -> None:
         import_module("matplotlib.figure")
     except ImportError as error:
         raise LegroomError(
-            f"--plot needs matplotlib ({error}): pip install matplotlib, or leave --plot out, the terminal shows the "
-            "same plot"
+            f"--plot needs matplotlib ({error}): pip install 'legroom[plot]', or leave --plot out, the terminal shows "
+            "the same plot"
         ) from None
 
 
