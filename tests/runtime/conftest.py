@@ -9,6 +9,7 @@ alive.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaFo
 from transformers import ViTForImageClassification as _ViT
 
 import legroom
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS
 from legroom.planners import PLANNERS, quick
 from legroom.planners.auto import Auto
+from tests.pure.strategies import make_trace
 
 USED = (
     torch,
@@ -31,6 +35,8 @@ USED = (
 
 
 def pytest_collection_finish() -> None:
+    trace = make_trace(0, forward=4)
+    quick(Auto())(trace, PRESETS["cpu"], floor_bytes(trace))  # the first call of compiled code loads half of numba
     gc.collect()
     gc.freeze()
 
@@ -47,3 +53,13 @@ def _quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def default_planner(_quick_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANNERS, "auto", Auto())
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules with small ops, whose time is mostly that of waking threads. Where bits are compared for many models,
+    ops have the threads that users' have: what a replay does with them is part of the test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -32,6 +32,8 @@ from tests.harness import digest
 
 ROWS, WIDTH, LAYERS = 256, 128, 5  # 128 KiB an activation, three of them a layer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 # --- a small program that can fail ------------------------------------------------------------------------------------
 
@@ -186,7 +188,6 @@ def steps(room: legroom.Room, model: nn.Sequential, optimizer: torch.optim.Optim
         ("1" * 1000 + "GiB", "1003 characters"),
         (0, "at least 1 byte"),
         (-5, "at least 1 byte"),
-        (None, "expected bytes"),
         (float("nan"), "expected bytes"),
         (1.5e9, "expected bytes"),
         (True, "expected bytes"),
@@ -216,8 +217,8 @@ def test_what_is_no_model_is_refused() -> None:
             legroom.fit(wrong, optimizer, budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(LegroomError, match=r"must be a torch\.optim\.Optimizer"):
         legroom.fit(model, model, budget="1GiB")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="budget"):
-        legroom.fit(model, optimizer)  # type: ignore[call-arg]
+    with pytest.raises(LegroomError, match="name a budget"):
+        legroom.fit(model, optimizer)
     with pytest.raises(TypeError, match="banana"):
         legroom.fit(model, optimizer, budget="1GiB", banana=1)  # type: ignore[call-arg]
 

@@ -21,11 +21,15 @@ from torch.nn import functional as F
 
 import legroom
 from legroom.errors import BudgetError
+from legroom.planners import quick
+from legroom.planners.auto import Auto
 from tests.harness import digest
 from tests.zoo import ZOO, Case
 
 MODELS = ("mlp", "cnn", "unet", "gpt_manual", "accumulation")
 MARK = "the step that counts"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -378,7 +382,7 @@ def worker(share: float | None) -> None:
             with room.step():
                 step()
     model, optimizer, step = make(ROWS, LAYERS)
-    room = legroom.fit(model, optimizer, budget=budget) if budget else None
+    room = legroom.fit(model, optimizer, budget=budget, planner=quick(Auto())) if budget else None
     gc.collect()
     standing = live_bytes()
     with open("/proc/self/clear_refs", "w") as file:

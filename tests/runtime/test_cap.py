@@ -12,6 +12,8 @@ from legroom.runtime.device import CpuDevice
 
 STEPS = 16
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Capped(CpuDevice):
     """Loses a share of what it holds to pieces, and rearranges when they do not fit under the cap."""

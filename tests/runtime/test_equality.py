@@ -27,7 +27,8 @@ def _nothing_left_over() -> None:
     gc.collect()
 
 
-@lru_cache(maxsize=4)  # cases of a model follow each other; tens of thousands of digests slow down every look at all objects
+# Cases of a model follow each other; digests of all models would be many objects for each measured step to look at.
+@lru_cache(maxsize=4)
 def plain(name: str, steps: int) -> list[Snapshot]:
     return run_plain(ZOO[name](), steps)
 

@@ -19,6 +19,8 @@ import legroom
 ROWS, WIDTH, LAYERS = 128, 64, 3  # 32 KiB an activation: above the smallest that is moved
 WARM_UP, STEPS = 60, 440
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Boom(Exception):
     pass
@@ -162,8 +164,8 @@ def test_with_exceptions_every_tenth_step(room_and_program: Program) -> None:
 def test_with_other_shapes_every_seventh_step(room_and_program: Program) -> None:
     room, model, optimizer = room_and_program
     before, resident = held(room), resident_bytes()
-    for number in range(120):
-        if number == 60:
+    for number in range(84):
+        if number == 42:
             before, resident = held(room), resident_bytes()
         with room.step():
             train(model, optimizer, rows=ROWS // 2 if number % 7 == 6 else ROWS)
@@ -196,8 +198,8 @@ def test_a_graph_that_is_never_used(room_and_program: Program) -> None:
     """Forward only, every third step: what was swapped out dies on the host."""
     room, model, optimizer = room_and_program
     before, resident = held(room), resident_bytes()
-    for number in range(120):
-        if number == 60:
+    for number in range(60):
+        if number == 30:
             before, resident = held(room), resident_bytes()
         with room.step():
             if number % 3 == 2:

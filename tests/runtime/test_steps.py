@@ -21,6 +21,9 @@ from legroom.plan import Recompute, Swap, from_json, to_json
 from tests.harness import digest
 
 ROWS, WIDTH, LAYERS = 256, 128, 5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Train = Callable[[nn.Module, torch.optim.Optimizer, int], float]
 
 
