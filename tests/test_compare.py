@@ -145,7 +145,7 @@ def test_a_planner_that_takes_too_long_is_stopped_with_all_it_started(tmp_path: 
 def test_an_interrupted_comparison_leaves_nobody_behind(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     script = (
-        "from tests.pure.test_compare import ask, Sleepy\n"
+        "from tests.test_compare import ask, Sleepy\n"
         f"if __name__ == '__main__': ask({{'sleepy': Sleepy({str(pid_file)!r})}}, 4000)\n"
     )
     (tmp_path / "script.py").write_text(script)
