@@ -149,7 +149,7 @@ def test_an_interrupted_comparison_leaves_nobody_behind(tmp_path: Path) -> None:
         f"if __name__ == '__main__': ask({{'sleepy': Sleepy({str(pid_file)!r})}}, 4000)\n"
     )
     (tmp_path / "script.py").write_text(script)
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, f"{root}/src", os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env={**os.environ, "PYTHONPATH": path})
     until = time.monotonic() + 60
