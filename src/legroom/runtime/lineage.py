@@ -334,9 +334,10 @@ class Lineage:
 
     def is_read(self) -> bool:
         """Whether a replay may read something that a write could change; not once all that was saved is gone."""
-        if self.leaves and not self.nodes and not self.ledger.entries:
-            self.leaves.clear()
-        return bool(self.leaves)
+        if self.nodes or self.ledger.entries:
+            return True
+        self.leaves.clear()
+        return False
 
     def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A leaf that replays read is about to be changed: keep its old bytes for them."""
