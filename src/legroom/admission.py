@@ -93,10 +93,15 @@ def check_slowdown(max_slowdown: object) -> float:
 
 
 def check_budget(
-    budget_bytes: int, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str
+    budget_bytes: int,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    device_type: str,
+    *,
+    total: int,
+    foreign: int,
 ) -> None:
     """Refuse at once what no step can meet: more than the device has, or less than the state that stays."""
-    total, foreign = device_bytes(device_type)
     if budget_bytes > total - foreign:
         others = f", of which {format_bytes(foreign)} are taken by CUDA itself and by others" if foreign else ""
         raise BudgetError(

@@ -90,9 +90,9 @@ def fit(
     if max_slowdown is not None:
         chosen = partial(_least, chosen, check_slowdown(max_slowdown))
     device_type = find_device_type(model, optimizer, device)
-    total_bytes, foreign = device_bytes(device_type)
-    budget_bytes = parse_bytes(budget) if budget is not None else total_bytes - foreign
-    check_budget(budget_bytes, model, optimizer, device_type)
+    total, foreign = device_bytes(device_type)
+    budget_bytes = parse_bytes(budget) if budget is not None else total - foreign
+    check_budget(budget_bytes, model, optimizer, device_type, total=total, foreign=foreign)
     given = given_plan(plan)
     return Room(
         model, optimizer, budget_bytes, chosen, given, open_device(device_type, spill_dir, host_budget), spill_dir
@@ -100,7 +100,11 @@ def fit(
 
 
 def _least(planner: Planner, max_slowdown: float, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
-    plan = least_peak(planner, trace, hardware, max_slowdown)
+    try:
+        plan = least_peak(planner, trace, hardware, max_slowdown)
+    except BudgetError as error:  # not even with room for everything is what it plans fast enough
+        kept = named("none")(trace, hardware, budget_bytes)
+        return replace(kept, notes=(*kept.notes, f"everything is kept: {error}"))
     return plan if plan.predicted_peak_bytes <= budget_bytes else planner(trace, hardware, budget_bytes)
 
 
@@ -171,7 +175,9 @@ class Room:
         self._retries = 0
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._watch: InputWatch | None = None  # there once a plan keeps everything
-        self._inputs: tuple[Signature, ...] = ()  # of the last planned step; () where not known
+        self._inputs: tuple[Signature, ...] = ()  # of the last planned step
+        self._same_inputs = False  # and of the one before it
+        self._may_idle = True
         self._closed = False
 
     def step(self) -> Step:
@@ -185,8 +191,6 @@ class Room:
                 raise StepError("close() was called inside step(); leave the step first")
             self._closed = True
             self._hear_of_checks(wait=True)
-            if self._watch is not None:
-                self._watch.close()
             self._device.set_cap(None)
             self._device.close()
 
@@ -225,10 +229,12 @@ class Room:
         check = replayed[self._planned % len(replayed)] if replayed else -1
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
-        if self._watch is not None:
-            self._watch.begin()
+        if self._watch is not None and self._program.idle:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
-            if self._inputs and self._program.idle and roomy and not (measure or foreign or self._drifts):
+            known = self._same_inputs and self._inputs and not self._watch.elsewhere
+            idle = roomy and known and self._may_idle and not (measure or foreign or self._drifts)
+            self._watch.begin()
+            if idle:
                 return IdleStep(self._setting, self._program, self._watch, self._inputs)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
 
@@ -325,7 +331,7 @@ class Room:
         if self._program.idle and self._watch is None and self._device.has_cap and can_be_watched(self._setting.model):
             assert self._setting.model is not None
             self._watch = InputWatch(self._setting.model)
-        self._inputs = ()
+        self._inputs, self._same_inputs = (), False
         self._trimmed = False
         self._pace.new_plan()
         self._calibrated = False
@@ -336,6 +342,7 @@ class Room:
         if isinstance(run, ShelteredStep):
             run.undo.restore()
             raise out_of_memory(self.budget_bytes, run, error) from error
+        self._may_idle = False
         self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
         if self._brim is not None and self.trace is not None:
             self._brim.after_failure()
@@ -385,7 +392,8 @@ class Room:
         self._planned += 1
         self._seconds.append(seconds)
         if self._watch is not None:
-            self._inputs = tuple(self._watch.calls)
+            before, self._inputs = self._inputs, tuple(self._watch.calls)
+            self._same_inputs = before == self._inputs
         if self._look_at_pieces():
             return
         if not self._trimmed and (self._brim is None or self._brim.settled or self._given is not None):
@@ -483,28 +491,35 @@ class Step:
         _active = self
         try:
             run.begin()
+            if not isinstance(run, ShelteredStep) and self._room._trimmed and run.census is None:
+                self._room._pace.begin(self._room._device)
         except BaseException:
-            _active = None
-            run.end(failed=True)
+            self._leave(run, failed=True)
             raise
         self._run = run
-        if not isinstance(run, ShelteredStep) and self._room._trimmed and run.census is None:
-            self._room._pace.begin(self._room._device)
         self._began = time.perf_counter()
         return self
+
+    def _leave(self, run: AnyStep, *, failed: bool) -> None:
+        global _active
+        _active = None
+        try:
+            run.end(failed=failed)
+        finally:
+            if self._room._watch is not None:
+                self._room._watch.end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _active
         assert self._run is not None
         run, self._run = self._run, None
         seconds = time.perf_counter() - self._began
-        self._room._pace.end(self._room._device)
-        if self._room._watch is not None:
-            self._room._watch.end()
-        _active = None
-        run.end(failed=error is not None)
+        try:
+            if error is None:
+                self._room._pace.end(self._room._device)
+        finally:
+            self._leave(run, failed=error is not None)
         if error is None:
             self._room._ended(run, seconds)
             return

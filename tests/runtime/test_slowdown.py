@@ -25,6 +25,12 @@ def test_the_price_buys_memory_and_changes_no_bit(max_slowdown: float) -> None:
         assert report.planned_peak_bytes < max(report.predicted_curve) + report.bytes_swapped + report.bytes_recomputed
 
 
+def test_a_planner_that_is_too_slow_at_any_price_leaves_everything_where_it_is() -> None:
+    _, report, plan = run_room(ZOO["mlp"](), lambda *args: legroom.fit(*args, max_slowdown=0.0, planner="vdnn"))
+    assert report.planned_steps >= 3 and plan.planner == "none"
+    assert any(note.startswith("everything is kept: no plan at a slowdown") for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -15,6 +15,7 @@ import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import TICK, mark
+from legroom.errors import StepError
 from legroom.ir import Trace
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
@@ -291,18 +292,17 @@ class Executor:
                 self._came_back(back, tensor)
 
     def _replay(self, target: Node, also: list[Node], tape: int) -> list[torch.Tensor | None]:
-        known = self.program.tapes.get(tape)
+        tapes = self.program.tapes
+        known = tapes.get(tape)
         actions = recall(known, self._made, self._first) if known is not None else None
         if actions is not None:
             try:
                 return play(actions, (target, *also))
-            except NotAtHand:
-                self.program.tapes[tape] = None
-        if tape < 0 or tape in self.program.tapes:
-            return replay(target, also)
-        actions = actions_for(target, also)
-        self.program.tapes[tape] = remember(actions, self._first)
-        return play(actions, (target, *also))
+            except (NotAtHand, StepError):
+                tapes[tape] = None
+        if tape >= 0 and tape not in tapes:
+            tapes[tape] = remember(actions_for(target, also), self._first)
+        return replay(target, also)
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
         check = self.checked

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 Signature = tuple[object, ...]
 _VALUES = (int, float, bool, str, type(None))
-_DEEPEST = 8  # batches are dictionaries of lists of tensors; what lies deeper is taken to be the same
+_DEEPEST = 8  # batches are dictionaries of lists of tensors
+_trained = attrgetter("requires_grad")
 
 
 def signature_of(value: object, depth: int = 0) -> object:
-    """Shapes and types of tensors, and plain values, as they lie in the arguments."""
+    """Shapes and types of tensors, and plain values, as they lie in the arguments. What is none of these is equal to
+    nothing: whether it has changed cannot be told."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.device.type
+        return tuple(value.shape), value.dtype, value.device.type, value.requires_grad
     if isinstance(value, _VALUES):
         return value
-    if depth < _DEEPEST and isinstance(value, dict):
+    if depth < _DEEPEST and type(value) is dict:
         return tuple((str(name), signature_of(item, depth + 1)) for name, item in value.items())
-    if depth < _DEEPEST and isinstance(value, (list, tuple)):
-        return tuple(signature_of(item, depth + 1) for item in value)
-    return type(value).__name__
+    if depth < _DEEPEST and type(value) in (list, tuple):
+        return tuple(signature_of(item, depth + 1) for item in value)  # type: ignore[attr-defined]
+    return object()
 
 
 def can_be_watched(model: torch.nn.Module | None) -> bool:
@@ -32,47 +36,56 @@ def can_be_watched(model: torch.nn.Module | None) -> bool:
 
 
 class InputWatch:
-    """Sees the calls of a model during a step."""
+    """Sees the calls of a model during a step. Between steps there is nothing in the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.calls: list[Signature] = []
+        self.elsewhere = False  # called in another thread, where hooks of this one do not reach
         self.on_call: Callable[[int, Signature], None] | None = None
-        self._listens = False
-        handle = model.register_forward_pre_hook(_Hook(weakref.ref(self)), with_kwargs=True)
-        self.close = weakref.finalize(self, handle.remove)
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._thread = 0
+        self._handle: RemovableHandle | None = None
 
     def begin(self) -> None:
+        self.end()
         self.calls = []
-        self._listens = True
+        self._thread = threading.get_ident()
+        self._handle = self._model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
 
     def end(self) -> None:
-        self._listens = False
         self.on_call = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
-    def hear(self, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-        if self._listens:
-            signature = (signature_of(tuple(args)), signature_of(kwargs))
-            self.calls.append(signature)
-            if self.on_call is not None:
-                self.on_call(len(self.calls) - 1, signature)
+    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            self.elsewhere = True
+            return
+        state = (
+            self._model.training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            sum(map(_trained, self._parameters)),
+        )
+        signature = (state, signature_of(args), signature_of(kwargs))
+        self.calls.append(signature)
+        if self.on_call is not None:
+            self.on_call(len(self.calls) - 1, signature)
 
 
 class _Hook:
-    """Lies in the model, which may be copied and saved: copies do not listen."""
+    """Lies in the model, which may be copied and saved inside a step: copies do not listen."""
 
     __slots__ = ("_watch",)
 
-    def __init__(self, watch: Callable[[], InputWatch | None]) -> None:
+    def __init__(self, watch: InputWatch | None = None) -> None:
         self._watch = watch
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch = self._watch()
-        if watch is not None:
-            watch.hear(args, kwargs)
+        if self._watch is not None and not torch.compiler.is_compiling():
+            self._watch.hear(args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nobody,)
-
-
-def _nobody() -> None:
-    return None
+        return _Hook, ()

@@ -217,7 +217,9 @@ class IdleStep:
     def end(self, *, failed: bool) -> None:
         self._watch.end()
         self._stack.close()
-        self.drifted = self.drifted or (not failed and len(self._watch.calls) != len(self._expected))
+        if not failed and not self.drifted and len(self._watch.calls) != len(self._expected):
+            self.drifted = True
+            self._setting.fallbacks["drift: the model was called more or less often"] += 1
         if self.executor is not None and not failed:
             self.executor.finish()
 
@@ -226,7 +228,9 @@ class IdleStep:
             return
         self.drifted = True
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return  # the program has hooks of its own on, and would take ours off the stack in their place
+            # The program would take ours off the stack in place of its own.
+            self._setting.fallbacks["drift: the model was called with something else, under other hooks"] += 1
+            return
         setting = self._setting
         self.executor = executor = Executor(
             setting.ledger,
