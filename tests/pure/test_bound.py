@@ -54,14 +54,14 @@ def fast_plans(trace: Trace, hardware: Hardware, seed: int) -> list[tuple[int, i
 
 
 @given(traces(), hardwares(), st.integers(0, 2**32), st.sampled_from((2, 6, 1000)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_no_plan_is_below_the_bound(trace: Trace, hardware: Hardware, seed: int, most_ticks: int) -> None:
     for peak, nanoseconds in fast_plans(trace, hardware, seed):
         assert lower_bound(trace, hardware, peak, most_ticks=most_ticks).seconds <= nanoseconds / 1e9
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_no_plan_of_any_kind_is_below_the_bound(data: st.DataObject) -> None:
     """Those that fetch ahead too, which no planner that searches knows."""
     trace, hardware = data.draw(traces()), data.draw(hardwares())
@@ -145,7 +145,7 @@ def test_more_memory_never_lifts_it(trace: Trace, hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize("rate", [1e9, 0.5e9, 0.25e9])
-@pytest.mark.parametrize("most_ticks", range(2, 12))
+@pytest.mark.parametrize("most_ticks", [2, 3, 5, 8, 11])
 def test_to_look_at_a_chain_more_coarsely_never_lifts_it(rate: float, most_ticks: int) -> None:
     for why_not in ("", "random"):
         trace = dataclasses.replace(chain(8), ops=tuple(dataclasses.replace(o, why_not=why_not) for o in chain(8).ops))

@@ -23,7 +23,7 @@ def trained(brim: Brim, lost_bytes: int, *, fills: float = 1.0, steps: int = 60)
 
 
 @given(st.integers(0, BUDGET // 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_it_ends_below_what_the_allocator_can_give_and_not_far_below(lost_bytes: int) -> None:
     brim = Brim(BUDGET)
     plans, rearrangements = trained(brim, lost_bytes)

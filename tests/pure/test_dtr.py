@@ -20,7 +20,7 @@ from tests.pure.test_schedule import KB, LINK, chain, op, storage, trace_of
 
 
 @given(trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(trace: Trace, hardware: Hardware, part: int) -> None:
     low = floor_bytes(trace)
     budget = low + (trace.peak_bytes - low) * part // 100

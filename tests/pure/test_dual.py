@@ -65,7 +65,7 @@ def assert_least_peak(planner: Planner, trace: Trace, hardware: Hardware, max_sl
 
 
 @given(traces(most_ops=8), hardwares(), st.sampled_from((0.0, 0.05, 0.5, 10.0)))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_the_plan_is_what_it_says_and_within_the_slowdown(
     trace: Trace, hardware: Hardware, max_slowdown: float
 ) -> None:

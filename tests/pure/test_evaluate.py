@@ -38,7 +38,7 @@ DECISIONS = {
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = data.draw(hardwares())
@@ -58,7 +58,7 @@ def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_evaluator_says_impossible_where_lower_refuses(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = PRESETS["h200"]
@@ -84,7 +84,7 @@ def test_the_excess_is_what_stands_above_the_budget() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_plan_is_below_the_floor(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = data.draw(hardwares())
@@ -95,7 +95,7 @@ def test_no_plan_is_below_the_floor(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_an_evaluator_remembers_changes_nothing(data: st.DataObject) -> None:
     trace = data.draw(traces(most_ops=40))
     hardware = data.draw(hardwares())

@@ -116,7 +116,7 @@ def test_the_swarm_stops_where_the_printed_one_stands_still() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_every_plan_is_sound_and_within_its_budget(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     budget = between(trace, data.draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))))

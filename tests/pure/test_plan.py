@@ -37,7 +37,7 @@ def test_a_recomputation_is_alone_unless_its_file_says_otherwise() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_random_plans_survive_json(data: st.DataObject) -> None:
     plan = data.draw(plans_for(data.draw(traces())))
     assert from_json(to_json(plan)) == plan

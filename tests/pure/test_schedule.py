@@ -365,7 +365,7 @@ def test_a_schedule_for_another_trace_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_lower_makes_sound_schedules_or_refuses(data: st.DataObject) -> None:
     trace = data.draw(traces())
     validate(trace)

@@ -103,7 +103,7 @@ def test_a_copy_is_slower_while_the_other_lane_is_busy() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_lanes_never_run_two_things_at_once_and_time_adds_up(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = data.draw(hardwares())

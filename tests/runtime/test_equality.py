@@ -4,6 +4,7 @@ PyTorch, for every model of the zoo, at budgets down to the smallest that works.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from functools import cache, lru_cache, partial
 
 import pytest
@@ -19,6 +20,30 @@ THOROUGH = {("gpt_manual", 0.5), ("hf_llama", 0.25), ("lstm_cell", 0.0), ("mlp",
 
 # One-time notice of a CPU without bfloat16 instructions, in the autocast case.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+# With the threads that users have; the ops of the others are small, and their time is mostly that of waking threads.
+THREADED = {
+    "mlp",
+    "gpt_manual",
+    "cnn",
+    "unet",
+    "lstm",
+    "hf_bert",
+    "hf_llama",
+    "hf_vit",
+    "custom_function",
+    "checkpoint",
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if hasattr(request.node, "callspec") and request.node.callspec.params["name"] not in THREADED:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
