@@ -21,8 +21,6 @@ from torch.nn import functional as F
 
 import legroom
 from legroom.errors import BudgetError
-from legroom.planners import quick
-from legroom.planners.auto import Auto
 from tests.harness import digest
 from tests.zoo import ZOO, Case
 
@@ -382,7 +380,7 @@ def worker(share: float | None) -> None:
             with room.step():
                 step()
     model, optimizer, step = make(ROWS, LAYERS)
-    room = legroom.fit(model, optimizer, budget=budget, planner=quick(Auto())) if budget else None
+    room = legroom.fit(model, optimizer, budget=budget) if budget else None
     gc.collect()
     standing = live_bytes()
     with open("/proc/self/clear_refs", "w") as file:
