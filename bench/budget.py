@@ -50,7 +50,7 @@ from bench.meters import rounded_up
 from bench.peers import PEERS
 from bench.render import draw, page, table
 from bench.rows import Results, Row, Status, read, write
-from bench.workloads import WORKLOADS
+from bench.workloads import names_of
 from legroom.errors import LegroomError
 from legroom.units import format_bytes, parse_bytes
 
@@ -266,17 +266,9 @@ def _contenders(text: str) -> list[str]:
     return out
 
 
-def _workloads(text: str) -> list[str]:
-    out = [name.strip() for name in text.split(",")]
-    for name in out:
-        if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
-    return out
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", type=_workloads, default=_workloads(DEFAULT_WORKLOADS))
+    parser.add_argument("--workloads", type=names_of, default=names_of(DEFAULT_WORKLOADS))
     parser.add_argument("--contenders", type=_contenders, help=f"default: {default_contenders()}")
     parser.add_argument("--quick", action="store_true", help=f"8 steps and {QUICK_CONTENDERS.replace('%', '%%')}")
     parser.add_argument("--steps", type=int, help="timed steps, fewer for slow contenders (default 20)")

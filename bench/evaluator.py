@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import budget, tables
 from bench.children import run_child
 from bench.measure import LEGROOM, Job
-from bench.record import SUFFIX, names_of
+from bench.record import SUFFIX
 from bench.rows import Results, Row, Status, read, write
 from bench.verdicts import Verdict
-from bench.workloads import RECORDED, TINY
+from bench.workloads import RECORDED, TINY, names_of
 from legroom import traceio
 from legroom.errors import LegroomError
 from legroom.evaluate import floor_bytes

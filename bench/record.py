@@ -32,7 +32,7 @@ from bench.children import append_row, run_child
 from bench.measure import MOST_LEFT_BYTES
 from bench.meters import Meter, meter_for
 from bench.rows import Row, Status
-from bench.workloads import RECORDED, TINY, WORKLOADS, Workload, train_step
+from bench.workloads import RECORDED, TINY, WORKLOADS, Workload, names_of, train_step
 
 GIB = 2**30
 SUFFIX = ".json.gz"
@@ -167,14 +167,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.wall_seconds:.1f}",
         f"{figure('file_bytes') / 1024:.1f}",
     )
-
-
-def names_of(text: str) -> list[str]:
-    out = [name.strip() for name in text.split(",")]
-    for name in out:
-        if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
-    return out
 
 
 def _parser() -> argparse.ArgumentParser:

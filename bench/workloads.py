@@ -7,6 +7,7 @@ otherwise.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -325,3 +326,12 @@ RECORDED = (
     "gpt", "resnet152", "bert", "vgg16", "mobilenet", "unet", "lstm", "inception", "squeezenet", "plain20",
 )  # fmt: skip
 TINY = ("tiny", "tiny_plain20", "tiny_unet", "tiny_lstm")
+
+
+def names_of(text: str) -> list[str]:
+    """The workloads of a comma-separated list, as an option of a script has it."""
+    out = [name.strip() for name in text.split(",")]
+    for name in out:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    return out

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError, quote
+from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
 from legroom.probe import memory_bytes
@@ -82,14 +81,6 @@ def device_bytes(device_type: str) -> tuple[int, int]:
         index = torch.cuda.current_device()
         return torch.cuda.get_device_properties(index).total_memory, foreign_bytes(index)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
-
-
-def check_slowdown(max_slowdown: object) -> float:
-    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
-        raise LegroomError(f"max_slowdown must be a number such as 0.05 for 5 %, got {quote(max_slowdown)}")
-    if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
-        raise LegroomError(f"max_slowdown must be 0 or more, 0.05 for 5 %, got {max_slowdown}")
-    return float(max_slowdown)
 
 
 def check_budget(

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 
 from legroom.doctor import ALLOCATOR_SETTINGS
 from legroom.errors import LegroomError, StepError
+from legroom.hardware import PRESETS
+from legroom.planners import named
 from legroom.units import UnitError, format_bytes, parse_bytes
 
 DEFAULT_BUDGETS = ("75%", "50%", "25%")
@@ -269,6 +271,8 @@ def _load_code(setup: Setup, spill_dir: str | None) -> None:
     for _ in range(4):  # enough to get from the first, sheltered steps to planned ones
         with room.step():
             train()
+    if room.trace is not None:  # that budget is kept without a search: load the solver as well
+        named("auto")(room.trace, PRESETS["cpu"], legroom.floor_bytes(room.trace))
     room.close()
 
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from legroom.admission import (
     check_budget,
-    check_slowdown,
     device_bytes,
     find_device_type,
     given_plan,
@@ -35,7 +34,7 @@ from legroom.ir import Trace
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
 from legroom.planners import Planner, named
-from legroom.planners.dual import least_peak
+from legroom.planners.dual import check_slowdown, least_peak
 from legroom.probe import probe
 from legroom.reasons import held, unreplayable
 from legroom.report import Report
@@ -88,7 +87,11 @@ def fit(
         raise LegroomError("a plan has its price already: name the budget it is for in place of max_slowdown")
     chosen = named(planner)
     if max_slowdown is not None:
-        chosen = partial(_least, chosen, check_slowdown(max_slowdown))
+        try:
+            check_slowdown(max_slowdown)
+        except (TypeError, ValueError) as error:
+            raise LegroomError(str(error)) from None
+        chosen = partial(_least, chosen, max_slowdown)
     device_type = find_device_type(model, optimizer, device)
     total, foreign = device_bytes(device_type)
     budget_bytes = parse_bytes(budget) if budget is not None else total - foreign

@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import BudgetError
-from legroom.evaluate import Evaluator, floor_bytes
+from legroom.evaluate import Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace, Value
 from legroom.plan import Keep, Recompute
 from legroom.planners.dtr import Dtr
 from legroom.planners.recipes import recipe
-from legroom.schedule import check_schedule, lower
-from legroom.simulate import simulate
+from tests.pure.honest import honest_plan
 from tests.pure.strategies import hardwares, traces
 from tests.pure.test_schedule import KB, LINK, chain, op, storage, trace_of
 
@@ -22,21 +21,8 @@ from tests.pure.test_schedule import KB, LINK, chain, op, storage, trace_of
 @given(trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
 @settings(max_examples=40, deadline=None)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(trace: Trace, hardware: Hardware, part: int) -> None:
-    low = floor_bytes(trace)
-    budget = low + (trace.peak_bytes - low) * part // 100
-    try:
-        plan = Dtr()(trace, hardware, budget)
-    except BudgetError as error:
-        refusal = error
-        plan = Dtr()(trace, hardware, refusal.floor_bytes)
-        assert budget == refusal.budget_bytes < refusal.floor_bytes <= trace.peak_bytes
-        assert f"({refusal.floor_bytes} bytes)" in str(refusal)
-        budget = refusal.floor_bytes
-    schedule = lower(trace, plan, hardware)
-    assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget
-    assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
+    plan = honest_plan(Dtr(), trace, hardware, part)
     assert {type(decision) for decision in plan.decisions} <= {Keep, Recompute}
-    assert Dtr()(trace, hardware, budget) == plan
 
 
 def pressed(made: list[tuple[int, float, Value]], *, read_again: tuple[int, ...] = (1, 2, 3)) -> Trace:

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import BudgetError
-from legroom.evaluate import Evaluator, floor_bytes
+from legroom.evaluate import Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace
 from legroom.plan import Keep, Plan, Recompute
 from legroom.planners.mimose import Mimose, choose, layer_name, layers_of
-from legroom.schedule import check_schedule, lower
-from legroom.simulate import simulate
+from tests.pure.honest import honest_plan
 from tests.pure.strategies import hardwares, traces
 from tests.pure.test_schedule import KB, LINK, op, storage, trace_of
 
@@ -36,21 +35,8 @@ def test_a_plan_within_its_budget_or_a_floor_that_is_reached(
     data: st.DataObject, trace: Trace, hardware: Hardware, part: int
 ) -> None:
     trace = in_modules(trace, data.draw(st.integers(0, 99)))
-    low = floor_bytes(trace)
-    budget = low + (trace.peak_bytes - low) * part // 100
-    try:
-        plan = Mimose()(trace, hardware, budget)
-    except BudgetError as error:
-        refusal = error
-        plan = Mimose()(trace, hardware, refusal.floor_bytes)
-        assert budget == refusal.budget_bytes < refusal.floor_bytes <= trace.peak_bytes
-        assert f"({refusal.floor_bytes} bytes)" in str(refusal)
-        budget = refusal.floor_bytes
-    schedule = lower(trace, plan, hardware)
-    assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget
-    assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
+    plan = honest_plan(Mimose(), trace, hardware, part)
     assert set(plan.decisions) <= {Keep(), Recompute(share=True)}
-    assert Mimose()(trace, hardware, budget) == plan
 
 
 def test_the_nearest_above_the_excess_is_taken() -> None:

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import BudgetError
-from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Recompute, Swap, signature
 from legroom.planners.tensile import Tensile, _Lane
-from legroom.schedule import Schedule, check_schedule, lower
+from legroom.schedule import Schedule
 from legroom.simulate import simulate
+from tests.pure.honest import honest_plan
 from tests.pure.strategies import hardwares, traces
 from tests.pure.test_schedule import KB, LINK, chain, op, storage, trace_of
 
@@ -24,23 +24,10 @@ NO_SWAPS = Tensile(max_swapping_ratio=0.0)
 @given(trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
 @settings(max_examples=40, deadline=None)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(trace: Trace, hardware: Hardware, part: int) -> None:
-    low = floor_bytes(trace)
-    budget = low + (trace.peak_bytes - low) * part // 100
-    try:
-        plan = Tensile()(trace, hardware, budget)
-    except BudgetError as error:
-        refusal = error
-        plan = Tensile()(trace, hardware, refusal.floor_bytes)
-        assert budget == refusal.budget_bytes < refusal.floor_bytes <= trace.peak_bytes
-        assert f"({refusal.floor_bytes} bytes)" in str(refusal)
-        budget = refusal.floor_bytes
-    schedule = lower(trace, plan, hardware)
-    assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget
-    assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
+    plan = honest_plan(Tensile(), trace, hardware, part)
     assert set(plan.decisions) <= {Keep(), Swap(), Recompute(share=True)}
     if Recompute(share=True) not in plan.decisions and hardware.copy_compute_share == 0.0:
         assert plan.predicted_seconds == plain_seconds(trace, hardware)  # nothing waits
-    assert Tensile()(trace, hardware, budget) == plan
 
 
 def plain_seconds(trace: Trace, hardware: Hardware) -> float:

@@ -43,10 +43,7 @@ def least_peak(
 
     The plan's budget is its own peak. Raises BudgetError where none of the planner's plans is fast enough.
     """
-    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
-        raise TypeError(f"max_slowdown must be a number such as 0.05, got {quote(max_slowdown)}")
-    if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
-        raise ValueError(f"max_slowdown must be 0 or more, 0.05 for 5 %, got {max_slowdown}")
+    check_slowdown(max_slowdown)
     # Only the answer has to be searched for closely, and needs a bound: auto takes three times as long with both.
     asked = quick(planner)
     search = _Search(asked, trace, hardware, max_slowdown)
@@ -74,6 +71,13 @@ def least_peak(
         notes=(*plan.notes, note),
         lower_bound_seconds=bound,
     )
+
+
+def check_slowdown(max_slowdown: object) -> None:
+    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
+        raise TypeError(f"max_slowdown must be a number such as 0.05, got {quote(max_slowdown)}")
+    if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
+        raise ValueError(f"max_slowdown must be 0 or more, 0.05 for 5 %, got {max_slowdown}")
 
 
 class _Search:

@@ -42,6 +42,17 @@ class Setting:
             tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
         return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
+    def executor(self, program: Program, *, check: int, measured: bool) -> Executor:
+        return Executor(
+            self.ledger,
+            program,
+            self.device_type,
+            kept=self.kept,
+            check=check,
+            measured=measured,
+            fallbacks=self.fallbacks,
+        )
+
     def alive_bytes(self) -> int:
         """What is alive between steps, as far as it can be told quickly: all of it, or gradients and state."""
         alive = self.ledger.device.alive_bytes()
@@ -149,15 +160,7 @@ class PlannedStep:
         setting.ledger.generation += 1
         if self._measure:
             self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
-        self.executor = executor = Executor(
-            setting.ledger,
-            self._program,
-            setting.device_type,
-            kept=setting.kept,
-            check=self._check,
-            measured=self._measure,
-            fallbacks=setting.fallbacks,
-        )
+        self.executor = executor = setting.executor(self._program, check=self._check, measured=self._measure)
         executor.census = self.census
         if self._measure:
             self._log = setting.ledger.device.log(ops=False)
@@ -215,7 +218,6 @@ class IdleStep:
         self._watch.on_call = self._called
 
     def end(self, *, failed: bool) -> None:
-        self._watch.end()
         self._stack.close()
         if not failed and not self.drifted and len(self._watch.calls) != len(self._expected):
             self.drifted = True
@@ -232,15 +234,7 @@ class IdleStep:
             self._setting.fallbacks["drift: the model was called with something else, under other hooks"] += 1
             return
         setting = self._setting
-        self.executor = executor = Executor(
-            setting.ledger,
-            self._program,
-            setting.device_type,
-            kept=setting.kept,
-            check=-1,
-            measured=False,
-            fallbacks=setting.fallbacks,
-        )
+        self.executor = executor = setting.executor(self._program, check=-1, measured=False)
         executor.drift("the model was called with something else")
         self._stack.enter_context(
             Interception(*executor.hooks(), handler=None, entered=executor.backward_begins, left=_nothing)
