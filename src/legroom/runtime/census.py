@@ -84,13 +84,17 @@ def _known(
                     yield name, value, "optimizer-state"
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _all_tensors() -> list[torch.Tensor]:
-    # type(), not isinstance(): the latter asks the object, and lazy proxies answer with side effects.
-    return [
-        o
-        for o in gc.get_objects()
-        if issubclass(type(o), torch.Tensor) and type(o) in (torch.Tensor, torch.nn.Parameter)
-    ]
+    """All plain tensors that the interpreter knows: what refers to their types, as each object does to its own.
+
+    Not gc.get_objects(): that takes five times as long, and hands out tuples that another thread is still filling,
+    whose `tuple(generator)` then fails. By type(), not isinstance(): the latter asks the object, and lazy proxies
+    answer with side effects.
+    """
+    return [o for o in gc.get_referrers(*_PLAIN) if type(o) in _PLAIN]
 
 
 def state_bytes(
