@@ -44,7 +44,7 @@ class Evaluator:
         self.gaps = len(self.tables.gaps)
         self._packed = packing.pack(self.tables)
         self._scratch = packing.scratch(self.tables)
-        self._memory = (*self._packed, *self._scratch)
+        self._memory = packing.in_blocks(self._packed, self._scratch)
         self._judged = (*self._memory, *packing.empty_walk(self._packed))
         self._ahead = np.zeros(self.gaps, np.int64)
         self._possible = packing.possible_codes(np.ones(self.gaps, np.int8), self._packed)

@@ -48,6 +48,8 @@ READ_VALUE, READ_FROM, READ_UNTIL, READ_FIRST, READ_STOP, READ_WRITER, READ_BYTE
 WRITE_VALUE, WRITE_BEFORE, WRITE_FIRST, WRITE_STOP, WRITE_BYTES, WRITE = 0, 1, 2, 3, 4, 8
 NS, ISSUE_NS, WORKSPACE, BY_ITSELF, COST = 0, 1, 2, 3, 4
 NONE = 2**32 - 1  # no op, no value
+# Values, as stamps: the last replay that made it and still has it, and the last use.
+MADE, LAST_USE, USE = 0, 1, 2
 # Gaps: what copying them takes. Ticks: what the segment before does to the lanes; level and peak with everything kept.
 NBYTES, OUT_NS, IN_NS, COPY = 0, 1, 2, 4
 AFTER_COMPUTE, AFTER_HOST, ISSUED, LANES = 0, 1, 2, 3
@@ -56,12 +58,15 @@ LEVEL, TOP, HEIGHTS = 0, 1, 2
 # there; how many ops they have, where these are in `replay_ops`, and how many gaps follow them there, whose storages
 # stay.
 COMPUTE, HOST, ISSUE, PEAK, BYTES, OPS, REPLAY_OP, REPLAY_GAPS, ROW = 0, 1, 2, 3, 4, 5, 6, 7, 8
-# Replays remembered: the number of gaps they met, and one (0: nothing here), plus SOME_MET times how many of these they
-# read, plus SOME_OPS times how many ops they have; what they do about each gap, two bits; the gaps, at most MOST_MET,
-# two in a word; and as above up to BYTES. Few meet more than three, and the rest fits into one line of the cache, so
-# gaps from the fourth on stand after that. Two rows for each gap: the one that meets nothing else that is away, which
-# is the most frequent in most plans, and the last of the others. More of them pay only for plans seen before.
-MET, STATES, REMEMBERED, MOST_MET, SOME_MET, SOME_OPS, MEMORY = 0, 1, 3, 16, 2**8, 2**16, 16
+# Replays remembered: a tree for each gap, whose nodes ask what is done about another gap. A node has the question (gap
+# << 1 | whether the replay makes its storage; otherwise it reads it), and for each answer what is met there: 0 nothing
+# yet, node << 1, or leaf << 1 | 1. A leaf has the row of the replay up to OPS. Nodes 0 .. gaps - 1 only lead to the
+# trees, so with 0 in all MET nothing is remembered. Leaf 0 has how many nodes and leaves are in use; when there are no
+# more, all is forgotten. A replay that was not known adds at most GROWTH nodes, as few long ones come twice. All this
+# pays where plans or parts of them come again: of plans never seen before it saves nearly nothing.
+QUESTION, MET, MEMORY, LEAF, GROWTH, NODES_PER_GAP, LEAVES_PER_GAP = 0, 1, 4, 8, 4, 64, 32
+# A question with its answer is question << ANSWER_BITS | answer.
+ANSWER_BITS, ANSWER = 2, 3
 # Rates.
 RATE_OUT, RATE_IN, RATE_DUPLEX_OUT, RATE_DUPLEX_IN, RATE_SHARE, RATE_LATENCY, RATE_SYNCHRONOUS = 0, 1, 2, 3, 4, 5, 6
 
@@ -132,21 +137,13 @@ def _bytes(words: Words, at: int) -> int:
 
 
 @_inner
-def _remembered(memory: Ints, row: int, i: int) -> int:
-    """The i-th gap that a replay has met."""
-    at = i + 1
-    gap: int = memory[row + STATES + (at >> 1) + (BYTES + 1 if at > 3 else 0)] >> ((at & 1) << 5) & LOW
-    return gap
-
-
-@_inner
 def _close(
     gap: int, tick: int, stamp: int, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Words,
-    ops: Words, reads: Words, back: Words, away: Words, found: Words, seen: Ints, met: Words, last_use: Ints,
+    ops: Words, reads: Words, back: Words, away: Words, found: Words, seen: Ints, asked: Words, uses: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """Collect into `found`, in program order, the ops that bring the gap's storage back.
 
-    Returns how many, -1 where it is impossible; and the number of gaps in `met`, whose storages they read from memory.
+    Returns how many, -1 where it is impossible; and the number of questions in `asked`, each with its answer.
     """
     value, writer, reader = targets[gap], makers[gap], -1
     count = cursor = many = read = stop = 0
@@ -171,19 +168,18 @@ def _close(
                 break
             row = read & LOW
             value, writer, missing = reads[row + READ_VALUE], reads[row + READ_WRITER], True
-            last_use[value] = max(last_use[value], use + reader)
+            uses[value * USE + LAST_USE] = max(uses[value * USE + LAST_USE], use + reader)
             if reads[row + READ_FROM] <= tick <= reads[row + READ_UNTIL]:
                 missing = False
                 for i in range(reads[row + READ_FIRST], reads[row + READ_STOP]):
                     other = i & LOW
                     if starts[other] <= tick <= ends[other]:  # gaps of a storage do not overlap: the only one
-                        if starts[other] == tick:
-                            away[other] &= ALONE  # one that would stay does not go away in the first place
-                        missing = away[other] & (ALONE | STAYS) != HERE
+                        state = _state(other, tick, starts, away)
+                        missing = state != HERE
+                        asked[many & LOW] = other << 1 + ANSWER_BITS | state
+                        many += 1
                         if not missing:
-                            met[many & LOW] = other
-                            many += 1
-                            back[other] = min(back[other], tick)
+                            _hold(other, tick, back, away)
                         break
             read += READ
     # Found from the last op backwards, so reversed it is almost in order and insertion takes linear time.
@@ -201,43 +197,6 @@ def _close(
 
 
 @_inner
-def _stay(
-    row: int, tick: int, stamp: int, count: int, many: int, place: int, starts: Words, ends: Words, ops: Words,
-    writes: Words, back: Words, away: Words, found: Words, met: Words, last_use: Ints, replays: Ints, replay_ops: Ints,
-) -> tuple[int, int]:  # fmt: skip
-    """Let stay what the ops in `found` make and a gap wants; add to `met` the gaps of all they make.
-
-    What stays is listed in `replay_ops` from `place` on.
-
-    Returns the number of gaps in `met`, and what is done about each, two bits.
-    """
-    states = nbytes = stay = 0
-    forever = (stamp + 1) * (len(ops) // OP) - 1  # after any op of this replay
-    for i in range(count):
-        this = found[i] * OP
-        for write in range(ops[this + WRITES] * WRITE, ops[this + OP + WRITES] * WRITE, WRITE):
-            at = write & LOW
-            for j in range(writes[at + WRITE_FIRST], writes[at + WRITE_STOP]):
-                other = j & LOW
-                if starts[other] <= tick <= ends[other]:
-                    state = _state(other, tick, starts, away)
-                    states |= state << (many << 1 & 63)
-                    met[many & LOW] = other
-                    many += 1
-                    if state == STAYS:
-                        last_use[writes[at + WRITE_VALUE]] = forever
-                        nbytes += _bytes(writes, at + WRITE_BYTES)
-                        back[other] = tick
-                        away[other] = HERE
-                        if place + stay < len(replay_ops):
-                            replay_ops[place + stay] = other
-                        stay += 1
-                    break
-    replays[row + BYTES], replays[row + REPLAY_GAPS] = nbytes, stay
-    return many, states
-
-
-@_inner
 def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
     """What a replay at this tick does about a gap whose storage it makes; a gap that starts here has lost nothing."""
     state: int = away[gap] & (ALONE | STAYS if starts[gap] < tick else ALONE)
@@ -246,13 +205,22 @@ def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
 
 @_inner
 def _replay(
-    row: int, stamp: int, count: int, synchronous: bool, replays: Ints, ops: Words, reads: Words, writes: Words,
-    costs: Ints, found: Words, made: Ints, last_use: Ints,
-) -> None:  # fmt: skip
-    """What the ops in `found` do: the row of the replay."""
-    compute, host, issued = 0, -FAR, 0
+    gap: int, tick: int, stamp: int, count: int, many: int, place: int, synchronous: bool, starts: Words, ends: Words,
+    ops: Words, reads: Words, writes: Words, costs: Ints, back: Words, away: Words, found: Words, asked: Words,
+    uses: Ints, replays: Ints, replay_ops: Ints,
+) -> int:  # fmt: skip
+    """Run the ops in `found`: the row of the replay. What they make and a gap wants stays.
+
+    Those gaps are listed in `replay_ops` from `place` on. Returns the number of questions in `asked`.
+    """
+    compute, host, issued, row = 0, -FAR, 0, gap * ROW
+    nbytes = stay = extra = peak = 0
+    use = stamp * (len(ops) // OP)
+    forever = use + len(ops) // OP - 1  # after any op of this replay
     for i in range(count):
-        ns, issue = costs[found[i] * COST + NS], costs[found[i] * COST + ISSUE_NS]
+        op = found[i]
+        now, this, following, cost = use + op, op * OP, (op + 1) * OP, op * COST
+        ns, issue = costs[cost + NS], costs[cost + ISSUE_NS]
         if synchronous and i > 0:
             compute += issue + ns
             host += issue + ns
@@ -260,45 +228,88 @@ def _replay(
             issued += issue
             compute += ns
             host = max(host, issued) + ns
+        # How far above its start it takes memory: the walk of schedule.Replay.
+        unused = 0
+        for write in range(ops[this + WRITES] * WRITE, ops[following + WRITES] * WRITE, WRITE):
+            at = write & LOW
+            value, before = writes[at + WRITE_VALUE] * USE, writes[at + WRITE_BEFORE]
+            size = _bytes(writes, at + WRITE_BYTES)
+            for j in range(writes[at + WRITE_FIRST], writes[at + WRITE_STOP]):
+                other = j & LOW
+                if starts[other] <= tick <= ends[other]:
+                    state = _state(other, tick, starts, away)
+                    asked[many & LOW] = (other << 1 | 1) << ANSWER_BITS | state
+                    many += other != gap  # whose answer is known
+                    if state == STAYS:
+                        uses[value + LAST_USE] = forever
+                        nbytes += size
+                        back[other] = tick
+                        away[other] = HERE
+                        if place + stay < len(replay_ops):
+                            replay_ops[place + stay] = other
+                        stay += 1
+                    break
+            if before != NONE and uses[before * USE + MADE] == stamp and uses[before * USE + LAST_USE] == now:
+                uses[before * USE + MADE] = 0  # the same bytes go on as the next version
+            else:
+                extra += size
+            used = uses[value + LAST_USE] > now
+            uses[value + MADE] = stamp * used
+            unused += size * (1 - used)
+        peak = max(peak, extra + costs[cost + WORKSPACE])
+        extra -= unused
+        if i == 0:  # reads nothing that this replay has made
+            continue
+        for read in range(ops[this + READS] * READ, ops[following + READS] * READ, READ):
+            value = reads[(read & LOW) + READ_VALUE] * USE
+            if uses[value + MADE] == stamp and uses[value + LAST_USE] == now:
+                uses[value + MADE] = 0
+                extra -= _bytes(reads, (read & LOW) + READ_BYTES)
     replays[row + COMPUTE], replays[row + HOST] = compute, host
     replays[row + ISSUE] = -1 if synchronous else issued
-    replays[row + OPS] = count
-    if count == 1:  # nothing is made on the way
-        replays[row + PEAK] = costs[found[0] * COST + BY_ITSELF]
+    replays[row + PEAK], replays[row + BYTES] = peak, nbytes
+    replays[row + OPS], replays[row + REPLAY_GAPS] = count, stay
+    return many
+
+
+@_inner
+def _remember(
+    row: int, link: int, first: int, many: int, asked: Words, memory: Words, leaves: Ints, replays: Ints
+) -> None:
+    """Let the tree of a replay grow from `link`, where nothing is met yet, by the questions from `first` on."""
+    gaps = len(replays) // ROW
+    if leaves[0] + GROWTH > gaps * NODES_PER_GAP or leaves[1] == gaps * LEAVES_PER_GAP:
+        leaves[0] = leaves[1] = 0
+        for gap in range(gaps):
+            memory[gap * MEMORY + MET] = 0
         return
-    # How far above its start it takes memory: the walk of schedule.Replay.
-    extra = peak = 0
-    use = stamp * (len(ops) // OP)
-    for i in range(count):
-        op = found[i]
-        now, this, following = use + op, op * OP, (op + 1) * OP
-        first, stop = ops[this + WRITES] * WRITE, ops[following + WRITES] * WRITE
-        for write in range(first, stop, WRITE):
-            before = writes[(write & LOW) + WRITE_BEFORE]
-            if before != NONE and made[before] == stamp and last_use[before] == now:
-                made[before] = 0  # the same bytes go on as the next version
-            else:
-                extra += _bytes(writes, (write & LOW) + WRITE_BYTES)
-        peak = max(peak, extra + costs[op * COST + WORKSPACE])
-        for read in range(ops[this + READS] * READ, ops[following + READS] * READ, READ):
-            value = reads[(read & LOW) + READ_VALUE]
-            if made[value] == stamp and last_use[value] == now:
-                made[value] = 0
-                extra -= _bytes(reads, (read & LOW) + READ_BYTES)
-        for write in range(first, stop, WRITE):
-            value = writes[(write & LOW) + WRITE_VALUE]
-            if last_use[value] > now:
-                made[value] = stamp
-            else:
-                extra -= _bytes(writes, (write & LOW) + WRITE_BYTES)
-    replays[row + PEAK] = peak
+    for i in range(first, min(first + GROWTH, many)):
+        node = gaps + leaves[0]
+        leaves[0] += 1
+        memory[link & LOW] = node << 1
+        place = node * MEMORY & LOW
+        memory[place + QUESTION] = asked[i & LOW] >> ANSWER_BITS
+        memory[place + MET] = memory[place + MET + ALONE] = memory[place + MET + STAYS] = 0
+        link = place + MET + (asked[i & LOW] & ANSWER)
+    if first + GROWTH >= many:
+        leaves[1] += 1
+        memory[link & LOW] = leaves[1] << 1 | 1
+        for i in range(OPS + 1):
+            leaves[leaves[1] * LEAF + i] = replays[row + i]
+
+
+@_inner
+def _hold(gap: int, tick: int, back: Words, away: Words) -> None:
+    """A replay at this tick reads the storage of a gap from memory."""
+    back[gap] = min(back[gap], tick)
+    away[gap] &= ALONE | REPLAYED  # one that would stay does not go away in the first place
 
 
 @_inner
 def _replays(
     epoch: int, starts: Words, ends: Words, targets: Ints, makers: Words, ops: Words, reads: Words, writes: Words,
-    costs: Ints, by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, met: Words,
-    made: Ints, last_use: Ints, memory: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
+    costs: Ints, by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, asked: Words,
+    uses: Ints, memory: Words, leaves: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
     """All replays; how much of `replay_ops` those need that are not remembered.
 
@@ -312,54 +323,49 @@ def _replays(
             continue
         away[gap] = STAYS
         end, row = ends[gap], gap * ROW
-        known = 2 * gap * MEMORY
-        last = known + MEMORY
-        while known <= last:  # is one remembered that holds for what is away now?
-            states = 0
-            for i in range((memory[known + MET] & SOME_MET - 1) - 1):
-                states |= _state(_remembered(memory, known, i), end, starts, away) << (i << 1)
-            if memory[known + MET] > 0 and states == memory[known + STATES] & LOW:
-                break
-            known += MEMORY
-        if known <= last:
-            header = memory[known + MET]
-            read, many = (header & SOME_OPS - 1) // SOME_MET, (header & SOME_MET - 1) - 1
-            for i in range(many):
-                other = _remembered(memory, known, i)
-                if i < read or _state(other, end, starts, away) == STAYS:
-                    back[other] = min(back[other], end)
-                    away[other] &= ALONE | REPLAYED
-            for i in range(BYTES + 1):
-                replays[row + i] = memory[known + REMEMBERED + i]
-            replays[row + OPS] = header // SOME_OPS
+        # Is one remembered that holds for what is away now?
+        link, depth, stay = gap * MEMORY + MET, 0, 0
+        behind = memory[link]
+        while behind & 1 == 0 and behind > 0:
+            node = (behind >> 1) * MEMORY
+            question = memory[node + QUESTION]
+            other = question >> 1
+            state, was = _state(other, end, starts, away), away[other]
+            link = node + MET + state
+            behind = memory[link]
+            # As _hold() where it is read from memory, and nothing otherwise. No branch: nothing could foretell it.
+            makes = question & 1
+            holds = (state == HERE) & (makes == 0)
+            back[other] = min(back[other], end if holds else NONE)
+            away[other] = was & (NONE - STAYS * holds)
+            asked[stay] = other  # those that stay, for the end of the search
+            stay += (state == STAYS) & makes
+            depth += 1
+        if behind > 0:
+            leaf = (behind >> 1) * LEAF
+            for i in range(stay):
+                back[asked[i]] = end
+                away[asked[i]] = HERE
+            for i in range(OPS + 1):
+                replays[row + i] = leaves[leaf + i]
             away[gap] = REPLAYED
             continue
         stamp = epoch * len(by_end) + position
-        count, read = _close(
-            gap, end, stamp, failure, starts, ends, targets, makers, ops, reads, back, away, found, seen, met, last_use
+        count, asks = _close(
+            gap, end, stamp, failure, starts, ends, targets, makers, ops, reads, back, away, found, seen, asked, uses
         )
         if count < 0:
             break
-        many, states = _stay(
-            row, end, stamp, count, read, used + count, starts, ends, ops, writes, back, away, found, met, last_use,
-            replays, replay_ops,
+        many = _replay(
+            gap, end, stamp, count, asks, used + count, synchronous, starts, ends, ops, reads, writes, costs, back,
+            away, found, asked, uses, replays, replay_ops,
         )  # fmt: skip
         away[gap] = REPLAYED
-        _replay(row, stamp, count, synchronous, replays, ops, reads, writes, costs, found, made, last_use)
         replays[row + REPLAY_OP] = used
         for i in range(min(count, len(replay_ops) - used)):
             replay_ops[used + i] = found[i]
         used += count + replays[row + REPLAY_GAPS]
-        if many <= MOST_MET:
-            known = (2 * gap + (states & states - 1 != 0)) * MEMORY
-            memory[known + MET] = many + 1 + read * SOME_MET + count * SOME_OPS
-            memory[known + STATES] = states
-            for i in range(BYTES + 1):
-                memory[known + REMEMBERED + i] = replays[row + i]
-            for i in range(many):
-                at = i + 1
-                place = known + STATES + (at >> 1) + (BYTES + 1 if at > 3 else 0)
-                memory[place] = met[i & LOW] if at & 1 == 0 else memory[place] & LOW | met[i & LOW] * TICKS
+        _remember(row, link, depth, many, asked, memory, leaves, replays)
     return used
 
 
@@ -387,7 +393,7 @@ def _call_back(
 @_inner
 def _releases(
     codes: Codes, ahead: Ints, copies: Ints, firsts: Words, lanes: Ints, events: Ints, synchronous: bool, share: float,
-    replays: Ints, back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints,
+    replays: Ints, back: Words, away: Words, release: Ints, fetch: Words, copied: Words, reused: Words, queue: Words,
     done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, freed: Ints, waits: Words,
 ) -> None:  # fmt: skip
     """Model the step up to the fetches: when each tick is reached, and the first tick that finds each copy out done.
@@ -441,7 +447,7 @@ def _releases(
             compute, host = _advance(compute, host, replays[row + COMPUTE], replays[row + HOST], replays[row + ISSUE])
         elif back[gap] > tick:
             sync = codes[gap] == SYNC
-            waiting[back[gap] + 1] += copies[gap * COPY + IN_NS] if sync else 0
+            waiting[back[gap] + 1] += copies[gap * COPY + IN_NS] * sync
             if copied[firsts[gap]]:
                 release[gap], reused[gap] = tick, 1
                 freed[tick] += copies[gap * COPY + NBYTES]
@@ -486,7 +492,7 @@ def _fetches(copies: Ints, release: Ints, fetch: Words, following: Words, times:
 @_inner
 def _emit(
     codes: Codes, starts: Words, ends: Words, copies: Ints, back: Words, away: Words, release: Ints, fetch: Words,
-    reused: Ints, lists: Ints, offsets: Words, steps: Words, freed: Ints,
+    reused: Words, lists: Ints, offsets: Words, steps: Words, freed: Ints,
 ) -> None:  # fmt: skip
     """The steps of the walk by tick. Within a tick: copy out, what is needed now, replay, fetch ahead; then by gap."""
     many = len(codes)
@@ -508,10 +514,11 @@ def _emit(
         need += swapped
         replay += again
         early += ahead
-        offsets[start + 2] += copied
-        offsets[at + 2] += ahead
-        offsets[(end if swapped else ends[gap]) + 2] += swapped | again
-        freed[start] += copies[gap * COPY + NBYTES] if (code == RECOMPUTE) | (code == SHARED) & (end > start) else 0
+        # A product, as an alternative would be compiled to a branch.
+        freed[start] += copies[gap * COPY + NBYTES] * ((code == RECOMPUTE) | (code == SHARED) & (end > start))
+    for first, stop in (0, out), (many, need), (2 * many, replay), (3 * many, early):
+        for i in range(first, stop):
+            offsets[(lists[i & LOW] >> 32 & LOW) + 2] += 1
     total = 0
     for tick in range(len(offsets)):
         total += offsets[tick]
@@ -559,18 +566,22 @@ def run_walk(
                 absent += nbytes if kind == OUT_NOW else 0
                 continue
             compute = max(compute, out_now)
-            if kind <= IN:
+            if kind <= WAIT:
+                # Fetches and waits for them come in no order that could be foretold, so there is no branch: a wait
+                # is a fetch that changes nothing.
+                fetches, waits_now = kind <= IN, kind != IN
                 start = max(in_free, compute)  # the copy out is over: compute waited for it
                 alone, together = rates[RATE_IN], rates[RATE_DUPLEX_IN]
                 ns = _copy_ns(nbytes, start, out_free, copies[gap * COPY + IN_NS], alone, together, latency)
-                done[gap] = in_free = start + ns
+                over = done[gap]
+                over += (start + ns - over) * fetches
+                done[gap] = over
+                in_free = max(in_free, over)
                 if share > 0.0:
-                    compute += int(ns * share)
-                absent -= nbytes
-                peak = max(peak, level - absent)
-                compute = max(compute, in_free if kind == IN_NOW else 0)
-            elif kind == WAIT:
-                compute = max(compute, done[gap])
+                    compute += int(ns * share) * fetches
+                absent -= nbytes * fetches
+                peak = max(peak, (level - absent) * fetches)
+                compute = max(compute, over * waits_now)
             else:
                 if synchronous:
                     host = max(host, compute)
@@ -596,19 +607,51 @@ def run_walk(
 @_compiled
 def lower_and_run(
     lowers: bool, runs: bool, again: bool, limit: int, codes: Codes, ahead: Ints, epoch: int,
-    starts: Words, ends: Words, copies: Ints, firsts: Words, targets: Ints, makers: Words, lanes: Ints, heights: Ints,
-    ops: Words, reads: Words, writes: Words, costs: Ints, events: Ints, by_end: Words, rates: Floats,
-    wanted: Words, back: Words, away: Words, release: Ints, fetch: Words, copied: Ints, reused: Ints, queue: Ints,
-    done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, found: Words, seen: Ints,
-    met: Words, made: Ints, last_use: Ints, memory: Ints, peaks: Ints,
+    words: Words, ints: Ints, rates: Floats, work_words: Words, work_ints: Ints, edges: Ints,
     offsets: Words, steps: Words, freed: Ints, waits: Words, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Lower the codes into a walk if `lowers`, then run it if `runs`.
 
     Returns how much the replays need of `replay_ops` (see packing.lower), -1 where one is impossible, and what run_walk
-    returns. `again` says that the last lowering succeeded, with all these arrays. One entry for both, as each costs
-    3 µs for what Python hands over.
+    returns. `again` says that the last lowering succeeded, with all these arrays. One entry for both, and what is in
+    `packing.Packed` and `packing.Scratch` in blocks: Python takes 60 ns to hand over an array.
     """
+    # In the order of packing.in_blocks().
+    starts = words[edges[0] : edges[1]]
+    ends = words[edges[2] : edges[3]]
+    firsts = words[edges[4] : edges[5]]
+    makers = words[edges[6] : edges[7]]
+    ops = words[edges[8] : edges[9]]
+    reads = words[edges[10] : edges[11]]
+    writes = words[edges[12] : edges[13]]
+    by_end = words[edges[14] : edges[15]]
+    copies = ints[edges[16] : edges[17]]
+    targets = ints[edges[18] : edges[19]]
+    lanes = ints[edges[20] : edges[21]]
+    heights = ints[edges[22] : edges[23]]
+    costs = ints[edges[24] : edges[25]]
+    events = ints[edges[26] : edges[27]]
+    wanted = work_words[edges[28] : edges[29]]
+    back = work_words[edges[30] : edges[31]]
+    away = work_words[edges[32] : edges[33]]
+    fetch = work_words[edges[34] : edges[35]]
+    copied = work_words[edges[36] : edges[37]]
+    reused = work_words[edges[38] : edges[39]]
+    queue = work_words[edges[40] : edges[41]]
+    following = work_words[edges[42] : edges[43]]
+    latest = work_words[edges[44] : edges[45]]
+    found = work_words[edges[46] : edges[47]]
+    asked = work_words[edges[48] : edges[49]]
+    memory = work_words[edges[50] : edges[51]]
+    release = work_ints[edges[52] : edges[53]]
+    done = work_ints[edges[54] : edges[55]]
+    lists = work_ints[edges[56] : edges[57]]
+    times = work_ints[edges[58] : edges[59]]
+    waiting = work_ints[edges[60] : edges[61]]
+    seen = work_ints[edges[62] : edges[63]]
+    uses = work_ints[edges[64] : edges[65]]
+    leaves = work_ints[edges[66] : edges[67]]
+    peaks = work_ints[edges[68] : edges[69]]
     used = nanoseconds = highest = excess = 0
     if lowers:
         synchronous = rates[RATE_SYNCHRONOUS] > 0.0
@@ -627,7 +670,7 @@ def lower_and_run(
                 away[gap] = wanted[gap]
             used = _replays(
                 epoch, starts, ends, targets, makers, ops, reads, writes, costs, by_end, synchronous, back, away, found,
-                seen, met, made, last_use, memory, replays, replay_ops, failure,
+                seen, asked, uses, memory, leaves, replays, replay_ops, failure,
             )  # fmt: skip
         if failure[0] == OK and len(times) > 0:
             _releases(

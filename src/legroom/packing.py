@@ -5,16 +5,24 @@ Not in kernels.py, as what is compiled there is compiled again whenever that fil
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from legroom import kernels as k
 from legroom import tables as t
-from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, MEMORY, OP, READ, ROW, WRITE, Codes, Words
+from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, OP, READ, ROW, WRITE, Codes, Words
 from legroom.tables import Floats, Ints, Tables
 
 LINE = 64  # bytes of a cache line
+
+
+class Blocks(NamedTuple):
+    """Arrays side by side in two, as the 35 that there are cost Python 2 µs to hand over."""
+
+    words: Words
+    ints: Ints
 
 
 class Packed(NamedTuple):
@@ -36,6 +44,7 @@ class Packed(NamedTuple):
     events: Ints
     by_end: Words  # gaps in the order in which they end
     rates: Floats
+    blocks: Blocks  # with all of these but the rates
 
 
 class Walk(NamedTuple):
@@ -64,16 +73,16 @@ class Program(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of the kernels. `seen`, `made` and `last_use` hold stamps, numbers that only grow: nothing is cleared."""
+    """Memory of the kernels. `seen` and `uses` hold stamps, numbers that only grow: nothing is cleared."""
 
     wanted: Words  # gap: whether it is to be recomputed, in the last lowering
     back: Words  # gap: the tick at which its storage must be back
     away: Words  # gap: what a replay does that makes its storage
     release: Ints  # gap: the tick at which it is freed, -1 for not at all
     fetch: Words  # gap: the tick at which the copy back starts
-    copied: Ints  # first gap of a storage: whether the host has a copy
-    reused: Ints  # gap: whether it needs no copy out
-    queue: Ints
+    copied: Words  # first gap of a storage: whether the host has a copy
+    reused: Words  # gap: whether it needs no copy out
+    queue: Words
     done: Ints  # gap, and one for none: when its copy is over
     following: Words  # gap: the next in the list of `latest`, and one
     lists: Ints
@@ -82,11 +91,12 @@ class Scratch(NamedTuple):
     latest: Words  # tick: the last gap fetched for it, and one; zero between calls
     found: Words
     seen: Ints  # op
-    met: Words
-    made: Ints  # value
-    last_use: Ints  # value
-    memory: Ints  # gap
+    asked: Words  # what the replay at hand has asked about gaps, with the answers
+    uses: Ints  # value: the last replay that made it and still has it, the last use
+    memory: Words  # a tree for each gap
+    leaves: Ints
     peaks: Ints  # tick
+    blocks: Blocks
 
 
 def pack(tables: Tables) -> Packed:
@@ -100,23 +110,29 @@ def pack(tables: Tables) -> Packed:
     until = np.where(nowhere, 0, np.minimum(read[:, t.V_UNTIL], k.NONE))
     about = read[:, (t.V_FIRST, t.V_STOP, t.V_WRITER)]
     speeds = (t.R_OUT, t.R_IN, t.R_DUPLEX_OUT, t.R_DUPLEX_IN, t.R_SHARE, t.R_LATENCY, t.R_SYNCHRONOUS)
-    return Packed(
-        starts=starts,
-        ends=ends,
-        copies=_flat(gaps[:, (t.G_BYTES, t.G_OUT, t.G_IN)], COPY, np.int64),
-        firsts=firsts,
-        targets=targets,
-        makers=np.append(values[:, t.V_WRITER], -1)[targets].astype(np.uint32),  # a target of -1 has none
-        lanes=_flat(tables.segments[:, (t.X_COMPUTE, t.X_HOST, t.X_ISSUE)], LANES, np.int64),
-        heights=_flat(tables.ticks[:, (t.T_LEVEL, t.T_PEAK)], HEIGHTS, np.int64),
-        ops=_flat(tables.ops[:, links], OP, np.uint32),
-        reads=_flat(np.column_stack([tables.reads, since, until, about, _halves(read[:, t.V_BYTES])]), READ, np.uint32),
-        writes=_flat(np.column_stack([tables.writes, _written(tables)]), WRITE, np.uint32),
-        costs=_flat(tables.ops[:, costs], COST, np.int64),
-        by_end=np.argsort(gaps[:, t.G_END], kind="stable").astype(np.uint32),
-        events=_events(gaps[:, t.G_START], gaps[:, t.G_END]),
-        rates=tables.rates[list(speeds)],
-    )
+    arrays: dict[str, Any] = {
+        "starts": starts,
+        "ends": ends,
+        "copies": _flat(gaps[:, (t.G_BYTES, t.G_OUT, t.G_IN)], COPY, np.int64),
+        "firsts": firsts,
+        "targets": targets,
+        "makers": np.append(values[:, t.V_WRITER], -1)[targets].astype(np.uint32),  # a target of -1 has none
+        "lanes": _flat(tables.segments[:, (t.X_COMPUTE, t.X_HOST, t.X_ISSUE)], LANES, np.int64),
+        "heights": _flat(tables.ticks[:, (t.T_LEVEL, t.T_PEAK)], HEIGHTS, np.int64),
+        "ops": _flat(tables.ops[:, links], OP, np.uint32),
+        "reads": _flat(
+            np.column_stack([tables.reads, since, until, about, _halves(read[:, t.V_BYTES])]), READ, np.uint32
+        ),
+        "writes": _flat(np.column_stack([tables.writes, _written(tables)]), WRITE, np.uint32),
+        "costs": _flat(tables.ops[:, costs], COST, np.int64),
+        "by_end": np.argsort(gaps[:, t.G_END], kind="stable").astype(np.uint32),
+        "events": _events(gaps[:, t.G_START], gaps[:, t.G_END]),
+    }
+    words = {name for name, array in arrays.items() if array.dtype == np.uint32}
+    blocks, places = _side_by_side({name: len(array) for name, array in arrays.items()}, words)
+    for name, array in arrays.items():
+        places[name][:] = array
+    return Packed(**places, rates=tables.rates[list(speeds)], blocks=blocks)
 
 
 def _events(starts: Ints, ends: Ints) -> Ints:
@@ -142,6 +158,31 @@ def _flat(table: Ints, length: int, kind: type[np.generic]) -> Any:
     flat = _aligned(len(table) * length, kind)
     flat.reshape(-1, length)[:, : table.shape[1]] = table.astype(kind)  # -1 becomes NONE
     return flat
+
+
+def _side_by_side(sizes: dict[str, int], words: set[str]) -> tuple[Blocks, dict[str, Any]]:
+    """Blocks for arrays of these sizes, each from a border of cache lines on, and the arrays."""
+    arrays, blocks = {}, []
+    for kind in (np.uint32, np.int64):
+        mine = {name: size for name, size in sizes.items() if (name in words) == (kind is np.uint32)}
+        line = LINE // np.dtype(kind).itemsize
+        firsts = list(itertools.accumulate((-(-size // line) * line for size in mine.values()), initial=0))
+        blocks.append(_aligned(firsts.pop(), kind))
+        for (name, size), first in zip(mine.items(), firsts, strict=True):
+            arrays[name] = blocks[-1][first : first + size]
+    return Blocks(*blocks), arrays
+
+
+def in_blocks(packed: Packed, work: Scratch) -> tuple[Any, ...]:
+    """The tables and the memory as `kernels.lower_and_run` takes them: in blocks, and where each array is in these."""
+    edges = []
+    for part in (packed, work):
+        for block in part.blocks:
+            for array in part[:-1]:
+                if array.dtype == block.dtype:
+                    first = (array.ctypes.data - block.ctypes.data) // block.itemsize
+                    edges += [first, first + len(array)]
+    return *packed.blocks, packed.rates, *work.blocks, np.array(edges)
 
 
 def _aligned(length: int, kind: type[np.generic]) -> Any:
@@ -177,16 +218,15 @@ def empty_program(packed: Packed, *, replay_room: int = 0) -> Program:
 
 def scratch(tables: Tables) -> Scratch:
     ticks, gaps, ops, values = len(tables.ticks), len(tables.gaps), len(tables.ops), len(tables.values)
-    met = len(tables.reads) + len(tables.writes) + 1  # they are taken two at a time
-    sizes = {"lists": 4 * gaps, "waiting": ticks + 1, "met": met, "memory": 2 * gaps * MEMORY, "done": gaps + 1}
+    asked = len(tables.reads) + len(tables.writes) + 1
+    sizes = {"lists": 4 * gaps, "waiting": ticks + 1, "asked": asked, "done": gaps + 1, "uses": values * k.USE}
+    sizes |= {"memory": gaps * (1 + k.NODES_PER_GAP) * k.MEMORY, "leaves": (1 + gaps * k.LEAVES_PER_GAP) * k.LEAF}
     sizes |= dict.fromkeys(("times", "latest", "peaks"), ticks)
     sizes |= dict.fromkeys(("found", "seen"), ops)
-    sizes |= dict.fromkeys(("made", "last_use"), values)
-    words = ("wanted", "back", "away", "fetch", "following", "latest", "found", "met")
-    arrays: dict[str, Any] = {
-        name: _aligned(sizes.get(name, gaps), np.uint32 if name in words else np.int64) for name in Scratch._fields
-    }
-    return Scratch(**arrays)
+    words = {"wanted", "back", "away", "fetch", "copied", "reused", "queue", "following", "latest"}
+    words |= {"found", "asked", "memory"}
+    blocks, arrays = _side_by_side({name: sizes.get(name, gaps) for name in Scratch._fields[:-1]}, words)
+    return Scratch(**arrays, blocks=blocks)
 
 
 def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, program: Program) -> int:
@@ -197,7 +237,7 @@ def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, 
     before with the same scratch memory.
     """
     walk = empty_walk(packed)._replace(replays=program.replays, replay_ops=program.replay_ops, failure=program.failure)
-    arrays: tuple[Any, ...] = (*packed, *work, *walk)
+    arrays: tuple[Any, ...] = (*in_blocks(packed, work), *walk)
     used = k.lower_and_run(True, False, False, 0, codes, ahead, epoch, *arrays)[0]
     if program.failure[0] == k.OK:
         _emit(codes, packed, work, program)
