@@ -33,10 +33,11 @@ from tests.pure.test_schedule import LINK, chain
 
 OTHERS = {name: planner for name, planner in PLANNERS.items() if name not in ("auto", "optimal")} | {
     "home": Home(particles=10, iterations=10, threads=1),
-    "checkmate": Checkmate(time_limit_seconds=1.0, evaluations=500),
+    "checkmate": Checkmate(time_limit_seconds=0.5, evaluations=300),
 }
 TRACES = Path(__file__).parents[1] / "traces"
 CODES = (KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)
+SHORT = Auto(evaluations=4000)  # a quarter of what users get, which is enough for these steps
 
 
 def budgets(trace: Trace) -> list[int]:
@@ -55,11 +56,11 @@ def answers(trace: Trace, hardware: Hardware, budget: int) -> dict[str, Plan | B
 
 
 @given(st.data())
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, derandomize=True)
 def test_no_other_planner_is_faster_or_goes_lower(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces(most_ops=14)), data.draw(hardwares())
     budget = data.draw(st.sampled_from(budgets(trace)))
-    plan = Auto()(trace, hardware, budget)
+    plan = SHORT(trace, hardware, budget)
     for name, other in answers(trace, hardware, budget).items():
         if isinstance(other, Plan):
             assert plan.predicted_seconds <= other.predicted_seconds, name
@@ -67,25 +68,28 @@ def test_no_other_planner_is_faster_or_goes_lower(data: st.DataObject) -> None:
             assert other.floor_bytes >= floor_bytes(trace), name
 
 
-@pytest.mark.parametrize("rate", [0.1e9, 0.5e9])
-def test_no_other_planner_is_faster_on_a_chain(rate: float) -> None:
+@pytest.mark.parametrize(("rate", "budget"), [(0.1e9, 9000), (0.5e9, 4000)])
+def test_no_other_planner_is_faster_on_a_chain(rate: float, budget: int) -> None:
     trace = chain(12)
-    for budget in (4000, 9000):
-        plan = Auto()(trace, link(rate), budget)
-        for name, other in answers(trace, link(rate), budget).items():
-            assert isinstance(other, BudgetError) or plan.predicted_seconds <= other.predicted_seconds, name
+    plan = SHORT(trace, link(rate), budget)
+    for name, other in answers(trace, link(rate), budget).items():
+        assert isinstance(other, BudgetError) or plan.predicted_seconds <= other.predicted_seconds, name
 
 
 def test_no_other_planner_is_faster_on_a_recorded_step() -> None:
-    """The quick ones; bench/planners.py has all of them, all steps and more budgets."""
-    trace, hardware = traceio.load(TRACES / "vgg16.json.gz"), PRESETS["rtx2080ti-pcie3"]
+    """Those that it asks only where gaps are fewer.
+
+    bench/planners.py has all planners, all steps and more budgets.
+    """
+    trace, hardware = traceio.load(TRACES / "mobilenet.json.gz"), PRESETS["h200"]
+    assert len(trace.gaps) > 100
     floor = floor_bytes(trace)
     budget = floor + (peak_of(trace) - floor) // 2
     plan = Auto()(trace, hardware, budget)
     assert_honest(trace, hardware, budget, plan)
     assert plan.gap is not None
     assert plan.gap <= 0.02
-    for other in ("capuchin", "dtr", "mimose", "sublinear", "superneurons", "tensile", "vdnn"):
+    for other in ("dtr", "sublinear", "superneurons", "vdnn"):
         with contextlib.suppress(BudgetError):
             assert plan.predicted_seconds <= PLANNERS[other](trace, hardware, budget).predicted_seconds, other
 
@@ -110,13 +114,13 @@ def test_fetches_ahead_of_others_are_taken_over_where_they_are_faster() -> None:
 def test_of_all_plans_of_a_small_step_it_finds_the_best(name: str) -> None:
     trace, hardware = SMALL[name]
     costs = all_costs(trace, hardware, CODES)
-    for budget in budgets(trace)[1:4]:
+    for budget in budgets(trace)[1:4:2]:
         best = min(nanoseconds for nanoseconds, peak in costs if peak <= budget) / 1e9
-        assert Auto(evaluations=4000)(trace, hardware, budget).predicted_seconds <= 1.01 * best
+        assert Auto(evaluations=1500)(trace, hardware, budget).predicted_seconds <= 1.01 * best
 
 
 NARROW = dataclasses.replace(link(3e9), duplex_out_bytes_per_second=2e9, duplex_in_bytes_per_second=2e9)
-# (seed, ops, machine, share of the range): the search without annealing misses the best plan by 18 and 3 % here.
+# (seed, ops, machine, share of the range): the search without annealing misses the best plan by 1.4 and 3.5 % here.
 HARD = [(46, 9, NARROW, 0.0), (86, 6, NARROW, 0.25)]
 
 
@@ -128,17 +132,17 @@ def test_on_steps_of_up_to_forty_gaps_it_is_within_a_percent_of_the_oracle(
     assert 15 <= len(trace.gaps) <= 40
     floor = floor_bytes(trace)
     budget = floor + int(share * (peak_of(trace) - floor))
-    best = Optimal(time_limit_seconds=2.0, evaluations=20_000)(trace, hardware, budget).predicted_seconds
-    assert Auto()(trace, hardware, budget).predicted_seconds <= 1.01 * best
+    best = Optimal(time_limit_seconds=2.0, evaluations=2000)(trace, hardware, budget).predicted_seconds
+    assert SHORT(trace, hardware, budget).predicted_seconds <= 1.01 * best
     assert Auto(thorough=False)(trace, hardware, budget).predicted_seconds > 1.01 * best
 
 
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6)
 def test_the_bound_it_states_is_one(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     budget = data.draw(st.sampled_from(budgets(trace)))
-    plan = Auto(evaluations=500)(trace, hardware, budget)
+    plan = Auto(evaluations=200)(trace, hardware, budget)
     assert plan.lower_bound_seconds is not None
     assert plan.lower_bound_seconds <= lower_bound(trace, hardware, budget).seconds + 1e-15
     for other in (PLANNERS["capuchin"], PLANNERS["tensile"], PLANNERS["vdnn"]):
@@ -173,13 +177,14 @@ def test_it_can_do_without_a_bound() -> None:
 
 def test_where_gaps_are_many_it_starts_from_the_linear_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """From keeping everything, evaluations would not be enough to come within the budget."""
-    monkeypatch.setattr("legroom.planners.auto._MOST_GREEDY", 100)
-    trace, hardware = chain(200), link(0.5e9)
+    monkeypatch.setattr("legroom.planners.auto._MOST_GREEDY", 50)
+    trace, hardware, budget = chain(80), link(0.5e9), 40_000
+    lowest = lower_bound(trace, hardware, budget).seconds
     for bound in (True, False):
-        plan = Auto(evaluations=1500, bound=bound, thorough=False)(trace, hardware, 100_000)
-        assert_honest(trace, hardware, 100_000, plan)
+        plan = Auto(evaluations=750, bound=bound, thorough=False)(trace, hardware, budget)
+        assert_honest(trace, hardware, budget, plan)
         assert plan.notes[-1].startswith("found from: the linear program")
-        assert plan.predicted_seconds < 1.05 * lower_bound(trace, hardware, 100_000).seconds
+        assert plan.predicted_seconds < 1.05 * lowest
         assert (plan.lower_bound_seconds is None) == (not bound)
 
 
@@ -212,5 +217,6 @@ def test_annealing_keeps_to_the_actions_it_is_given() -> None:
 def test_same_input_same_plan() -> None:
     trace = make_trace(86, forward=6)
     budget = budgets(trace)[2]
-    assert Auto()(trace, PRESETS["cpu"], budget) == Auto()(trace, PRESETS["cpu"], budget)
+    planner = Auto(evaluations=1000)
+    assert planner(trace, PRESETS["cpu"], budget) == planner(trace, PRESETS["cpu"], budget)
     assert dataclasses.asdict(Auto()) == {"evaluations": 16000, "bound": True, "thorough": True}

@@ -74,13 +74,12 @@ def test_no_plan_of_any_kind_is_below_the_bound(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("hardware", [PRESETS["h200"], PRESETS["cpu"], LINK, SLOW, WAITING], ids=lambda h: h.name)
-@pytest.mark.parametrize("issue", [0.0, 2e-6, 60e-6])
-def test_no_plan_is_below_the_bound_where_the_host_is_slow(hardware: Hardware, issue: float) -> None:
-    for seed in range(2):
-        trace = make_trace(seed, forward=20)
-        trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, issue_seconds=issue) for op in trace.ops))
-        for peak, nanoseconds in fast_plans(trace, hardware, seed):
-            assert lower_bound(trace, hardware, peak).seconds <= nanoseconds / 1e9
+@pytest.mark.parametrize(("issue", "seed"), [(0.0, 0), (2e-6, 1), (60e-6, 0)])
+def test_no_plan_is_below_the_bound_where_the_host_is_slow(hardware: Hardware, issue: float, seed: int) -> None:
+    trace = make_trace(seed, forward=12)
+    trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, issue_seconds=issue) for op in trace.ops))
+    for peak, nanoseconds in fast_plans(trace, hardware, seed):
+        assert lower_bound(trace, hardware, peak).seconds <= nanoseconds / 1e9
 
 
 def test_with_room_for_everything_it_is_the_plain_step() -> None:
@@ -145,13 +144,13 @@ def test_more_memory_never_lifts_it(trace: Trace, hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize("rate", [1e9, 0.5e9, 0.25e9])
-@pytest.mark.parametrize("most_ticks", [2, 3, 5, 8, 11])
-def test_to_look_at_a_chain_more_coarsely_never_lifts_it(rate: float, most_ticks: int) -> None:
-    for why_not in ("", "random"):
-        trace = dataclasses.replace(chain(8), ops=tuple(dataclasses.replace(o, why_not=why_not) for o in chain(8).ops))
-        for budget in (4000, 6000, 7500):
-            coarse = lower_bound(trace, link(rate), budget, most_ticks=most_ticks).seconds
-            assert coarse <= lower_bound(trace, link(rate), budget).seconds * (1 + 1e-6)
+@pytest.mark.parametrize("why_not", ["", "random"])
+def test_to_look_at_a_chain_more_coarsely_never_lifts_it(rate: float, why_not: str) -> None:
+    trace = dataclasses.replace(chain(8), ops=tuple(dataclasses.replace(o, why_not=why_not) for o in chain(8).ops))
+    for budget in (4000, 7500):
+        fine = lower_bound(trace, link(rate), budget).seconds
+        for most_ticks in (2, 3, 5, 8, 11):
+            assert lower_bound(trace, link(rate), budget, most_ticks=most_ticks).seconds <= fine * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("most_ticks", [2, 1000])

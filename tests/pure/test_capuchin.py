@@ -86,7 +86,7 @@ def test_the_floor_of_the_step_is_its_own() -> None:
 
 @pytest.mark.parametrize("collective", [True, False])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 def test_every_budget_from_the_floor_on_has_a_plan(collective: bool, data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     budget = data.draw(budgets_of(trace))

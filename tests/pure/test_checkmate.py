@@ -19,12 +19,12 @@ from tests.pure.test_optimal import all_costs, budgets
 from tests.pure.test_planners import assert_honest
 from tests.pure.test_schedule import LINK, chain
 
-QUICK = Checkmate(time_limit_seconds=5.0, evaluations=20_000)
+QUICK = Checkmate(time_limit_seconds=5.0, evaluations=2000)
 
 
 @pytest.mark.parametrize(
     "trace",
-    [chain(6), chain(8), *(make_trace(seed, forward=5) for seed in (355, 545, 925))],
+    [chain(6), chain(7), *(make_trace(seed, forward=5) for seed in (355, 925))],
     ids=lambda t: len(t.gaps),
 )
 def test_it_is_the_best_of_all_plans_that_recompute(trace: Trace) -> None:
@@ -74,8 +74,8 @@ def test_what_cannot_be_recomputed_is_kept_and_the_floor_says_so() -> None:
 
 def test_checkpoints_of_a_chain_are_shared() -> None:
     """At the peak of every fourth kept, each op runs once more at most."""
-    trace = chain(20)
-    codes = np.array([KEEP if i % 4 == 0 else SHARED for i in range(1, 20)], np.int8)
+    trace = chain(16)
+    codes = np.array([KEEP if i % 4 == 0 else SHARED for i in range(1, 16)], np.int8)
     nanoseconds, budget = Evaluator(trace, LINK).evaluate(codes)
     assert QUICK(trace, LINK, budget).predicted_seconds <= nanoseconds / 1e9
 

@@ -19,7 +19,7 @@ from tests.pure.test_schedule import KB, LINK, chain, op, storage, trace_of
 
 
 @given(trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(trace: Trace, hardware: Hardware, part: int) -> None:
     plan = honest_plan(Dtr(), trace, hardware, part)
     assert {type(decision) for decision in plan.decisions} <= {Keep, Recompute}

@@ -38,7 +38,7 @@ DECISIONS = {
 
 
 @given(st.data())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=60)
 def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
     trace = data.draw(traces())
     hardware = data.draw(hardwares())
@@ -95,14 +95,14 @@ def test_no_plan_is_below_the_floor(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 def test_what_an_evaluator_remembers_changes_nothing(data: st.DataObject) -> None:
-    trace = data.draw(traces(most_ops=40))
+    trace = data.draw(traces(most_ops=30))
     hardware = data.draw(hardwares())
     evaluator = Evaluator(trace, hardware)
     codes = np.zeros(evaluator.gaps, np.int8)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    for _ in range(40):  # as planners do: one gap changes, the others stay
+    for _ in range(30):  # as planners do: one gap changes, the others stay
         if evaluator.gaps:
             gap = rng.integers(evaluator.gaps)
             likely = (RECOMPUTE, RECOMPUTE, SHARED, SHARED, SHARED)

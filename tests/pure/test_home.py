@@ -16,10 +16,8 @@ from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, 
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
 from legroom.kernels import Codes
-from legroom.plan import Keep, Plan, Recompute, Swap, from_json, to_json
+from legroom.plan import Keep, Plan, Recompute, Swap
 from legroom.planners.home import Home, convergence, initial
-from legroom.schedule import check_schedule, lower
-from legroom.simulate import simulate
 from legroom.tables import NEVER
 from tests.pure.strategies import hardwares, make_trace, traces
 from tests.pure.test_schedule import LINK, chain
@@ -89,7 +87,7 @@ def assert_as_printed(home: Home, trace: Trace, hardware: Hardware, budget: int)
 
 
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_the_shortcuts_change_nothing(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     budget = between(trace, data.draw(st.sampled_from((0.0, 0.1, 0.3, 0.6))))
@@ -104,7 +102,7 @@ def test_the_shortcuts_change_nothing_among_equals(seed: int) -> None:
 
 
 def test_the_swarm_stops_where_the_printed_one_stands_still() -> None:
-    trace = make_trace(5, forward=40)
+    trace = make_trace(5, forward=16)
     hardware, budget = PRESETS["cpu"], between(trace, 0.4)
     plan, curve = searched(Home(particles=12), trace, hardware, budget)
     assert "no particle changes any more" in plan.notes[1]
@@ -115,24 +113,12 @@ def test_the_swarm_stops_where_the_printed_one_stands_still() -> None:
     assert any((a != b).any() for a, b in zip(before, swarms[0], strict=True))  # no earlier, and no later
 
 
-@given(data=st.data())
-@settings(max_examples=15)
-def test_every_plan_is_sound_and_within_its_budget(data: st.DataObject) -> None:
-    trace, hardware = data.draw(traces()), data.draw(hardwares())
-    budget = between(trace, data.draw(st.sampled_from((0.0, 0.1, 0.5, 1.0))))
-    plan = Home(particles=6, iterations=6)(trace, hardware, budget)
-    schedule = lower(trace, plan, hardware)
-    assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget == plan.budget_bytes
-    assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
-    assert from_json(to_json(plan)) == plan
-
-
 def test_the_plan_does_not_depend_on_the_number_of_threads() -> None:
-    trace = make_trace(5, forward=40)
+    trace = make_trace(5, forward=24)
     budget = between(trace, 0.4)
-    plans = [Home(particles=20, threads=threads)(trace, PRESETS["h200"], budget) for threads in (1, 2, 2, 3)]
+    plans = [Home(particles=12, threads=threads)(trace, PRESETS["h200"], budget) for threads in (1, 2, 3)]
     assert all(plan == plans[0] for plan in plans)
-    other = Home(particles=20, threads=2, seed=1)(trace, PRESETS["h200"], budget)
+    other = Home(particles=12, threads=2, seed=1)(trace, PRESETS["h200"], budget)
     assert other.decisions != plans[0].decisions  # or the comparison would say little
 
 

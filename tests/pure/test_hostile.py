@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gzip
+import itertools
 import json
 import random
 import time
@@ -131,11 +132,10 @@ def test_damaged_documents_are_read_or_refused_by_place(kind: str, seed: int) ->
 
 
 @pytest.mark.parametrize("kind", list(DOCUMENTS))
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: ascii(value)[:12])
-def test_no_field_takes_another_type_in_silence(kind: str, value: Any) -> None:
+def test_no_field_takes_another_type_in_silence(kind: str) -> None:
     """Every top-level field in turn; what is read in spite of it must be what the field says."""
     raw = json.loads(DOCUMENTS[kind][0])
-    for name in raw:
+    for name, value in itertools.product(raw, VALUES):
         found = refused_or_read(kind, json.dumps({**raw, name: value}))
         if found is not None and name != "version":
             taken = getattr(found, name)
@@ -255,7 +255,7 @@ def test_a_bomb_is_unpacked_no_further_than_the_limit(tmp_path: Path, monkeypatc
     limit = 2**20
     monkeypatch.setattr(jsonio, "LARGEST_TEXT_BYTES", limit)
     bomb = tmp_path / "bomb.json.gz"
-    bomb.write_bytes(gzip.compress(b'{"kind":"trace","texts":[' + b" " * (64 * limit), mtime=0))
+    bomb.write_bytes(gzip.compress(b'{"kind":"trace","texts":[' + b" " * (16 * limit), mtime=0))
     assert bomb.stat().st_size < limit / 10
     tracemalloc.start()
     try:
@@ -271,11 +271,11 @@ def test_a_bomb_is_unpacked_no_further_than_the_limit(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("kind", list(DOCUMENTS))
 def test_huge_counts_cost_little(kind: str) -> None:
-    """Hundreds of thousands of entries where a few are meant."""
+    """Tens of thousands of entries where a few are meant."""
     raw = json.loads(DOCUMENTS[kind][0])
     for name, value in raw.items():
         if isinstance(value, list):
-            refused_or_read(kind, json.dumps({**raw, name: [0] * 300_000}))
+            refused_or_read(kind, json.dumps({**raw, name: [0] * 60_000}))
         if isinstance(value, dict):
-            columns = {column: [0] * 20_000 for column in value}
+            columns = {column: [0] * 6000 for column in value}
             assert refused_or_read(kind, json.dumps({**raw, name: columns})) is None or kind == "timeline"

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom import jsonio
 from legroom.errors import TraceError
 from legroom.ir import Op, Storage, Tick, Trace, validate
 from legroom.traceio import VERSION, from_json, load, save, to_json
+
+WRONG_VALUES: list[Any] = [None, True, -1, 2**63, 0.5, 1e300, "x", [], [[]], {}, 10**400, [0, 0]]
 
 
 def chain(length: int) -> Trace:
@@ -221,13 +223,9 @@ def test_ids_are_indices() -> None:
             validate(dataclasses.replace(trace, **{field: bad}))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, True, -1, 2**63, 0.5, 1e300, "x", [], [[]], {}, 10**400, [0, 0]],
-    ids=lambda value: ascii(value)[:8],
-)
-@given(data=st.data())
-def test_mutated_files_are_read_or_refused(value: Any, data: st.DataObject) -> None:
+@given(st.data())
+@settings(max_examples=120)
+def test_mutated_files_are_read_or_refused(data: st.DataObject) -> None:
     raw = json.loads(to_json(chain(6)))
     node: Any = raw
     while True:
@@ -237,7 +235,7 @@ def test_mutated_files_are_read_or_refused(value: Any, data: st.DataObject) -> N
         node = node[key]
     action = data.draw(st.sampled_from(["set", "delete", "repeat"]))
     if action == "set":
-        node[key] = value
+        node[key] = data.draw(st.sampled_from(WRONG_VALUES))
     elif action == "delete":
         del node[key]
     elif isinstance(node, list):
@@ -269,7 +267,7 @@ def read_or_refused(text: str) -> None:
 
 
 def test_many_reads_and_writes_in_one_op_stay_linear() -> None:
-    count = 50_000
+    count = 30_000
     storages = tuple(Storage(i, 4, "parameter", True, False, (), 0, "") for i in range(count))
     reads, writes = tuple((i, 0) for i in range(count)), tuple((i, 1) for i in range(count))
     op = Op(0, "aten._foreach_add_", "optimizer", 0.1, 0.1, reads, writes, 0, "", "", "")

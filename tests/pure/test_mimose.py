@@ -30,7 +30,7 @@ def in_modules(trace: Trace, seed: int) -> Trace:
 
 
 @given(data=st.data(), trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(
     data: st.DataObject, trace: Trace, hardware: Hardware, part: int
 ) -> None:

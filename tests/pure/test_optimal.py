@@ -7,8 +7,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from legroom.bound import lower_bound
 from legroom.errors import BudgetError
@@ -19,12 +17,12 @@ from legroom.plan import Keep
 from legroom.planners.auto import Auto
 from legroom.planners.optimal import REPLAYS, SWAPS, Optimal, Search
 from legroom.tables import NEVER
-from tests.pure.strategies import hardwares, make_trace, traces
+from tests.pure.strategies import make_trace
 from tests.pure.test_bound import SLOW, WAITING
 from tests.pure.test_planners import assert_honest
 from tests.pure.test_schedule import LINK, chain
 
-QUICK = Optimal(time_limit_seconds=5.0, evaluations=20_000)
+QUICK = Optimal(time_limit_seconds=5.0, evaluations=2000)
 
 
 def all_costs(trace: Trace, hardware: Hardware, actions: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -37,11 +35,10 @@ def all_costs(trace: Trace, hardware: Hardware, actions: tuple[int, ...]) -> lis
 
 def budgets(trace: Trace) -> list[int]:
     floor, peak = floor_bytes(trace), max(trace.head_peak_bytes, trace.peak_bytes)
-    return [floor, (2 * floor + peak) // 3, (floor + 2 * peak) // 3]
+    return [floor, (floor + peak) // 2]
 
 
 SMALL = {
-    "chain": (chain(6), LINK),
     "chain, waiting": (chain(6), WAITING),
     "chain, slow": (chain(6), SLOW),
     "h200": (make_trace(925, forward=5), PRESETS["h200"]),
@@ -71,16 +68,6 @@ def test_it_is_the_best_of_all_plans_that_recompute_a_longer_chain() -> None:
         assert QUICK(trace, SLOW, budget).predicted_seconds <= 1.01 * best / 1e9
 
 
-@given(st.data())
-@settings(max_examples=5, deadline=None)
-def test_every_plan_is_sound_and_within_its_budget(data: st.DataObject) -> None:
-    trace, hardware = data.draw(traces(most_ops=10)), data.draw(hardwares())
-    budget = data.draw(st.sampled_from(budgets(trace)))
-    plan = Optimal(time_limit_seconds=1.0, evaluations=1000)(trace, hardware, budget)
-    assert_honest(trace, hardware, budget, plan)
-    assert lower_bound(trace, hardware, budget).seconds <= plan.predicted_seconds
-
-
 def test_a_budget_below_the_floor_is_refused_with_the_numbers() -> None:
     trace = make_trace(11, forward=12)
     floor = floor_bytes(trace)
@@ -103,7 +90,7 @@ def test_the_plan_carries_the_bound_and_the_notes_what_the_solver_says() -> None
 
 
 def test_it_is_deterministic() -> None:
-    trace = make_trace(5, forward=12)
+    trace = make_trace(5, forward=8)
     budget = budgets(trace)[1]
     assert QUICK(trace, PRESETS["cpu"], budget) == QUICK(trace, PRESETS["cpu"], budget)
 
@@ -118,9 +105,9 @@ def test_without_a_solution_in_time_there_is_a_plan() -> None:
 @pytest.mark.parametrize("every", [3, 5])
 def test_checkpoints_are_in_its_reach(every: int) -> None:
     """Keeping every third and recomputing what lies between once, as chains of replays share."""
-    trace = chain(16)
+    trace = chain(12)
     evaluator = Evaluator(trace, SLOW)
-    codes = np.array([KEEP if i % every == 0 else SHARED for i in range(1, 16)], np.int8)
+    codes = np.array([KEEP if i % every == 0 else SHARED for i in range(1, 12)], np.int8)
     nanoseconds, budget = evaluator.evaluate(codes)
     plan = Optimal(time_limit_seconds=5.0, evaluations=0)(trace, SLOW, budget)
     assert plan.predicted_seconds <= nanoseconds / 1e9

@@ -24,12 +24,14 @@ from tests.pure.test_schedule import LINK, chain
 # At full size these take seconds on a trace that a test draws in milliseconds.
 LIGHT = {
     **PLANNERS,
-    "auto": Auto(evaluations=2000),
+    "auto": Auto(evaluations=500),
     "home": Home(particles=6, iterations=4),
-    "optimal": Optimal(time_limit_seconds=1.0, evaluations=500),
-    "checkmate": Checkmate(time_limit_seconds=1.0, evaluations=500),
+    "optimal": Optimal(time_limit_seconds=0.5, evaluations=300),
+    "checkmate": Checkmate(time_limit_seconds=0.5, evaluations=300),
 }
 REACH_THE_FLOOR = ("auto", "capuchin", "home", "optimal")  # the rules of the others stop earlier
+# Their own tests ask for the same and more: that they reach the floor they name.
+ELSEWHERE = ("capuchin", "checkmate", "dtr", "mimose", "sublinear", "superneurons", "tensile", "vdnn")
 
 
 def peak_of(trace: Trace) -> int:
@@ -41,14 +43,15 @@ def assert_honest(trace: Trace, hardware: Hardware, budget: int, plan: Plan) -> 
     schedule = lower(trace, plan, hardware)
     assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget == plan.budget_bytes
     assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds
+    assert plan.lower_bound_seconds is None or plan.lower_bound_seconds <= plan.predicted_seconds
     assert from_json(to_json(plan)) == plan
 
 
-@pytest.mark.parametrize("name", sorted(PLANNERS))
+@pytest.mark.parametrize("name", sorted(set(PLANNERS) - set(ELSEWHERE)))
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_every_plan_is_sound_and_within_its_budget(name: str, data: st.DataObject) -> None:
-    trace, hardware = data.draw(traces()), data.draw(hardwares())
+    trace, hardware = data.draw(traces(most_ops=10)), data.draw(hardwares())
     floor, peak = floor_bytes(trace), peak_of(trace)
     budget = data.draw(st.sampled_from((floor, peak, (floor + peak) // 2, (9 * floor + peak) // 10)))
     try:
@@ -95,15 +98,15 @@ def test_a_replay_is_preferred_to_a_slow_link() -> None:
     assert round(plan.predicted_seconds * 1e6) == 18
 
 
-@pytest.mark.parametrize("every", [3, 4, 5])
+@pytest.mark.parametrize("every", [3, 5])
 def test_auto_is_as_good_as_checkpoints(every: int) -> None:
     """Keeping every third and recomputing what lies between once is in its reach, and found."""
-    trace = chain(21)
+    trace = chain(16)
     slow = dataclasses.replace(LINK, out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-    decisions = tuple(Keep() if i % every == 0 else Recompute(share=True) for i in range(1, 21))
+    decisions = tuple(Keep() if i % every == 0 else Recompute(share=True) for i in range(1, 16))
     schedule = lower(trace, make_plan(trace, decisions), slow)
     budget = check_schedule(trace, schedule)
-    plan = PLANNERS["auto"](trace, slow, budget)
+    plan = Auto(evaluations=2000)(trace, slow, budget)
     assert_honest(trace, slow, budget, plan)
     assert plan.predicted_seconds <= simulate(trace, schedule, slow).seconds
     alone = make_plan(trace, tuple(Keep() if d == Keep() else Recompute() for d in decisions))
@@ -111,9 +114,9 @@ def test_auto_is_as_good_as_checkpoints(every: int) -> None:
 
 
 def test_more_evaluations_do_not_lose_feasibility() -> None:
-    trace = make_trace(5, forward=40)
+    trace = make_trace(5, forward=16)
     floor, peak = floor_bytes(trace), peak_of(trace)
-    for evaluations in (0, 10, 100, 1000):
+    for evaluations in (0, 10, 500):
         for budget in (floor, (floor + peak) // 2):
             plan = Auto(evaluations=evaluations, bound=False)(trace, PRESETS["cpu"], budget)
             assert_honest(trace, PRESETS["cpu"], budget, plan)

@@ -92,7 +92,7 @@ def test_a_negative_number_of_segments_is_refused() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30)
 def test_every_plan_is_honest_or_names_its_floor(data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     assert_rule_holds(Sublinear(), trace, hardware, data.draw(budgets_of(trace)))

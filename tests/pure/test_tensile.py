@@ -22,7 +22,7 @@ NO_SWAPS = Tensile(max_swapping_ratio=0.0)
 
 
 @given(trace=traces(), hardware=hardwares(), part=st.sampled_from((0, 10, 30, 60, 90, 100)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30)
 def test_a_plan_within_its_budget_or_a_floor_that_is_reached(trace: Trace, hardware: Hardware, part: int) -> None:
     plan = honest_plan(Tensile(), trace, hardware, part)
     assert set(plan.decisions) <= {Keep(), Swap(), Recompute(share=True)}

@@ -23,11 +23,10 @@ from legroom.traceio import load
 
 FOLDER = Path(__file__).parents[1] / "traces"
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))
-# A swarm and solvers search for seconds.
-FAST = [name for name in PLANNERS if name not in ("home", "optimal", "checkmate")]
+# A swarm and solvers search for seconds; auto has a recorded step among its own tests.
+FAST = [name for name in PLANNERS if name not in ("auto", "home", "optimal", "checkmate")]
 SHARES = (0.9, 0.75, 0.5, 0.25, 0.1)
 MACHINES = ("h200", "rtx2080ti-pcie3")
-TRACES_EACH = 2
 LARGEST_FILE_BYTES = 2**20
 
 assert NAMES, "bench/record.py makes them"
@@ -36,15 +35,10 @@ read = cache(lambda name: load(FOLDER / f"{name}.json.gz"))
 
 
 def chosen() -> list[tuple[str, str, float, str]]:
-    """(planner, trace, share, machine): planner i takes the traces from 2 i on, round and round."""
-    out: dict[tuple[str, str, float, str], None] = {}
-    count = 0
-    for number, planner in enumerate(FAST):
-        for step in range(TRACES_EACH):
-            trace = NAMES[(TRACES_EACH * number + step) % len(NAMES)]
-            out[planner, trace, SHARES[count % len(SHARES)], MACHINES[count % len(MACHINES)]] = None
-            count += 1
-    return list(out)
+    """(planner, trace, share, machine): each planner takes a small file and a large one."""
+    by_size = sorted(NAMES, key=lambda name: (FOLDER / f"{name}.json.gz").stat().st_size)
+    taken = [(planner, by_size[at % len(NAMES)]) for i, planner in enumerate(FAST) for at in (i, -1 - i)]
+    return [(*pair, SHARES[i % len(SHARES)], MACHINES[i % len(MACHINES)]) for i, pair in enumerate(taken)]
 
 
 @pytest.mark.parametrize("name", NAMES)

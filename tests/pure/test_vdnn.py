@@ -163,7 +163,7 @@ def test_an_unknown_variant_is_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["conv", "all"])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 def test_every_plan_is_honest_or_names_its_floor(variant: str, data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     assert_rule_holds(Vdnn(variant=variant), trace, hardware, data.draw(budgets_of(trace)))  # type: ignore[arg-type]
