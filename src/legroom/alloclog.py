@@ -29,6 +29,7 @@ STANDS = "legroom::stands"  # behind a PROOF that was not repeated: it was the o
 OPTIMIZER = "legroom::optimizer"  # an optimizer is about to step
 GONE = "legroom::gone "  # followed by bytes: a storage died in the program while it was not in memory
 FREED = "legroom::freed "  # followed by bytes: something from before the log began was seen to be gone
+MOVED = "legroom::moved "  # followed by bytes: something from before the log began was evicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from legroom.alloclog import FREED, GONE, OP, OPTIMIZER, OWN, PROOF, STANDS, TICK, Allocation, Enter, Event, Leave
+from legroom.alloclog import (
+    FREED,
+    GONE,
+    MOVED,
+    OP,
+    OPTIMIZER,
+    OWN,
+    PROOF,
+    STANDS,
+    TICK,
+    Allocation,
+    Enter,
+    Event,
+    Leave,
+)
 
 
 @dataclass(slots=True)
@@ -88,6 +102,8 @@ class _Reader:
         elif name.startswith(FREED):
             self.kept -= int(name[len(FREED) :])
             self.measured -= int(name[len(FREED) :])
+        elif name.startswith(MOVED):
+            self.measured -= int(name[len(MOVED) :])
         elif event.backward and not self.own_depth and not name.startswith("legroom::"):
             self.begin_op(event, -1)
             return "op"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
+import pytest
 import torch
 
+import legroom
 from legroom.runtime.census import _all_tensors
+from tests.runtime.test_budget import measured_peak
 
 
 def test_every_tensor_is_found() -> None:
@@ -47,3 +51,18 @@ def test_threads_that_fill_tuples_are_not_disturbed() -> None:
     stop.set()
     thread.join()
     assert not failures
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_input_that_the_program_lets_go_of_is_alive_as_long_as_it_is_saved() -> None:
+    """It was there before the step, so the allocator's log does not know it; evicted it is away, not gone."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    boxes = [[torch.randn(4096, 64)] for _ in range(8)]
+
+    def step(number: int = 0) -> None:
+        net(boxes.pop().pop()).square().sum().backward()
+        net.zero_grad()
+
+    trace = legroom.capture(step, model=net)
+    assert trace.peak_bytes - measured_peak(step, nullcontext, 0) == sum(box[0].nbytes for box in boxes[:2])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from legroom.alloclog import FREED, mark
+from legroom.alloclog import FREED, MOVED, mark
 from legroom.ir import Kind
 from legroom.runtime.device import Device
 from legroom.runtime.residency import saved_elsewhere
@@ -54,6 +54,14 @@ class Census:
     def persistent(self, key: int) -> bool:
         ref = self.refs.get(key)
         return ref is not None and not ref.expired()
+
+    def note_move(self, key: int) -> None:
+        """A storage is about to be evicted: the log would not report that free either, and it is no death."""
+        ref = self.refs.get(key) if self._watched else None
+        nbytes = self._watched.pop(ref.cdata, 0) if ref is not None else 0
+        if nbytes:
+            with mark(f"{MOVED}{nbytes}"):
+                pass
 
     def note_deaths(self) -> None:
         """The log does not report frees of what was allocated before it began: write them into it."""

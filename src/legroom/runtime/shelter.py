@@ -110,6 +110,8 @@ class Shelter:
             if self._recording(entry):
                 self._bind(entry)
             entry.start_saving()
+            if self.census is not None:
+                self.census.note_move(entry.key)
             entry.release()
             if entry.gap_start < 0:
                 entry.gap_start = tick
