@@ -21,6 +21,7 @@ from legroom.planners.home import Home
 from legroom.planners.mimose import Mimose
 from legroom.planners.none import KeepAll
 from legroom.planners.optimal import Optimal
+from legroom.planners.responsive import ResponsivePlanner
 from legroom.planners.sublinear import Sublinear
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.tensile import Tensile
@@ -60,6 +61,7 @@ PLANNERS: dict[str, Planner] = {
     "home": Home(),
     "mimose": Mimose(),
     "tensile": Tensile(),
+    "responsive": ResponsivePlanner(),
     "optimal": Optimal(),
     "auto": Auto(),
 }
