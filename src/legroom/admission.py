@@ -113,13 +113,13 @@ def check_budget(
         )
 
 
-def over_budget(budget_bytes: int, run: ShelteredStep) -> BudgetError:
-    """The refusal after a sheltered step: nothing takes less than it did."""
+def over_budget(budget_bytes: int, run: ShelteredStep, sizes: tuple[int, ...] = ()) -> BudgetError:
+    """The refusal after a sheltered step: nothing takes less than it did. sizes: of the inputs, where they vary."""
     peak = run.needed_bytes()
     parts = _parts(run, peak)
     return BudgetError(
-        f"the step needs {format_bytes(peak)} even with everything saved swapped out ({_listed(parts)}), the budget is "
-        f"{format_bytes(budget_bytes)}; the smallest budget seen so far that works is {format_bytes(peak)} "
+        f"{_step(sizes)} needs {format_bytes(peak)} even with everything saved swapped out ({_listed(parts)}), the "
+        f"budget is {format_bytes(budget_bytes)}; the smallest budget seen so far that works is {format_bytes(peak)} "
         f"({peak} bytes). Raise the budget or make the batch smaller",
         budget_bytes=budget_bytes,
         floor_bytes=peak,
@@ -127,16 +127,22 @@ def over_budget(budget_bytes: int, run: ShelteredStep) -> BudgetError:
     )
 
 
-def out_of_memory(budget_bytes: int, run: ShelteredStep, error: torch.OutOfMemoryError) -> BudgetError:
+def out_of_memory(
+    budget_bytes: int, run: ShelteredStep, error: torch.OutOfMemoryError, sizes: tuple[int, ...] = ()
+) -> BudgetError:
     """The same where the allocator's cap ended the step: how much it needs is not known, only that it is more."""
     parts = _parts(run, 0)
     return BudgetError(
-        f"the step needs more than the budget of {format_bytes(budget_bytes)} even with everything saved swapped out "
-        f"(alive before it: {_listed(parts)}): {_tried(error)}. Nothing was changed. Raise the budget or "
+        f"{_step(sizes)} needs more than the budget of {format_bytes(budget_bytes)} even with everything saved swapped "
+        f"out (alive before it: {_listed(parts)}): {_tried(error)}. Nothing was changed. Raise the budget or "
         "make the batch smaller",
         budget_bytes=budget_bytes,
         breakdown=parts,
     )
+
+
+def _step(sizes: tuple[int, ...]) -> str:
+    return f"the step with an input of sizes ({', '.join(map(str, sizes))})" if sizes else "the step"
 
 
 def _tried(error: torch.OutOfMemoryError) -> str:

@@ -18,6 +18,34 @@ COLUMNS = 100  # of the text
 
 
 @dataclass(frozen=True, slots=True)
+class FollowedStep:
+    """One step of a room whose inputs vary."""
+
+    features: tuple[int, ...]  # the sizes of the inputs
+    course: str  # planned, sheltered, reactive, left alone
+    seconds: float
+    planning_seconds: float  # what of it went into finding the plan
+    measured_bytes: int  # the peak by the allocator's log; 0 where the step was not measured
+    predicted_bytes: int  # for the same step; 0 where it was not measured or not planned
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How steps whose inputs vary were planned for."""
+
+    steps: tuple[FollowedStep, ...]  # the last ones
+    structures: int  # op sequences that were learned
+    plans: int  # that are at hand
+    hits: int
+    misses: int
+    evicted: int
+    residual: float  # of the size models, the worst, as a share of the peak
+    reserve_bytes: int
+    planning_seconds: float  # the median of planned steps
+    slow_planning_seconds: float  # one in a hundred takes longer
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     steps: int
     sheltered_steps: int
@@ -47,6 +75,7 @@ class Report:
     unreplayable: tuple[tuple[str, int], ...]  # reason, bytes of saved storages it keeps from being recomputed
     distrusted: tuple[str, ...]  # ops whose replay once gave other bits: kept or swapped since
     fallbacks: dict[str, int]
+    followed: Followed | None = None  # None while all inputs have the same size
 
     def __post_init__(self) -> None:
         bound = self.lower_bound_seconds

@@ -29,6 +29,7 @@ from legroom.brim import Brim
 from legroom.capture import assemble, correct
 from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
+from legroom.following import Following
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.patience import patience
@@ -38,10 +39,11 @@ from legroom.planners.dual import check_slowdown, least_peak
 from legroom.probe import probe
 from legroom.reasons import held, unreplayable
 from legroom.report import Report
+from legroom.runtime.called import CalledStep, LeftAlone
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Program
-from legroom.runtime.inputs import InputWatch, Signature, can_be_watched
+from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, can_be_watched
 from legroom.runtime.pace import Pace
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import IdleStep, PlannedStep, Setting, ShelteredStep
@@ -59,7 +61,7 @@ FIRST_CHECK = 64
 # Of the budget: a plan that keeps everything and stays below is watched by its inputs alone.
 ROOMY = 0.95
 
-AnyStep = ShelteredStep | PlannedStep | IdleStep
+AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
 
 
 def fit(
@@ -177,7 +179,10 @@ class Room:
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
-        self._watch: InputWatch | None = None  # there once a plan keeps everything
+        self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
+        self._call: Call | None = None  # of the last step, the first one
+        self._recorded: tuple[Call, Trace, int] | None = None  # the last recorded step, if it began with that call
+        self._following: Following | None = None  # once inputs are seen to vary
         self._inputs: tuple[Signature, ...] = ()  # of the last planned step
         self._same_inputs = False  # and of the one before it
         self._may_idle = True
@@ -194,6 +199,8 @@ class Room:
                 raise StepError("close() was called inside step(); leave the step first")
             self._closed = True
             self._hear_of_checks(wait=True)
+            if self._following is not None:
+                self._following.close()
             self._device.set_cap(None)
             self._device.close()
 
@@ -209,6 +216,10 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         self._hear_of_checks(wait=False)
+        if self._watch is not None:
+            self._watch.begin()
+            if self._following is not None:
+                return self._following.step(self._watch)
         foreign = bool(_get_current_dispatch_mode_stack())
         if foreign and self._program is not None and self._program.recorded:
             # What that mode does to an op is out of sight here, and a replay would not do it.
@@ -219,7 +230,11 @@ class Room:
             self._base_bytes = self._setting.alive_bytes()
             unsteady = self._steps + 1 < self._sheltered_until
             proving = self._sheltered_since_drift >= SHELTERED_STEPS - 1 and not unsteady
-            return ShelteredStep(self._setting, proving=proving, trusting=not foreign)
+            run = ShelteredStep(self._setting, proving=proving, trusting=not foreign)
+            if self._watch is not None:
+                watch = self._watch
+                watch.on_call = lambda number, _: run.called(watch, number)
+            return run
         self._base_bytes = self._setting.alive_bytes()
         more = self._base_bytes - self._planned_base_bytes
         assert self.timeline is not None
@@ -232,11 +247,10 @@ class Room:
         check = replayed[self._planned % len(replayed)] if replayed else -1
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
-        if self._watch is not None and self._program.idle:
+        if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
             known = self._same_inputs and self._inputs and not self._watch.elsewhere
             idle = roomy and known and self._may_idle and not (measure or foreign or self._drifts)
-            self._watch.begin()
             if idle:
                 return IdleStep(self._setting, self._program, self._watch, self._inputs)
         return PlannedStep(self._setting, self._program, check=check, measure=measure)
@@ -248,6 +262,8 @@ class Room:
                 self._setting.fallbacks["a replay gave other bits"] += 1
                 self._setting.distrusted.update(check.ops)
                 self._program = None
+                if self._following is not None:
+                    self._following.forget()
                 self._sheltered_since_drift = SHELTERED_STEPS - 1
                 warnings.warn(
                     f"recomputing {', '.join(check.ops)} gave other bits than the first run, though it was proven to "
@@ -262,6 +278,8 @@ class Room:
         if run.curve is not None:
             self._measured += 1
             self._peak = max(self._peak, run.curve.measured_peak_bytes)
+        if not isinstance(run, CalledStep):
+            self._look_at_inputs()
         match run:
             case ShelteredStep():
                 self._sheltered += 1
@@ -269,12 +287,14 @@ class Room:
                 self._learn(run)
             case PlannedStep() | IdleStep():
                 self._after_planned(run, seconds)
+            case CalledStep():
+                self._after_called(run, seconds)
 
     def _learn(self, run: ShelteredStep) -> None:
         if run.curve is None or run.recorder is None or run.census is None:
             return
         if run.needed_bytes() > self.budget_bytes:
-            error = over_budget(self.budget_bytes, run)
+            error = over_budget(self.budget_bytes, run, self._sizes())
             run.undo.restore()
             raise error
         run.undo.forget()
@@ -285,7 +305,83 @@ class Room:
         except TraceError as error:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
             return
-        self._plan_for(trace)
+        if run.began_with_call and self._call is not None:
+            self._recorded = self._call, trace, run.alive_bytes
+        if self._following is None:
+            self._plan_for(trace)
+        elif self._recorded is not None:
+            self._following.learn(*self._recorded)
+
+    # inputs that vary
+
+    def _look_at_inputs(self) -> None:
+        """Whether the model is called with other sizes than before: from then on plans follow them."""
+        watch = self._watch
+        if watch is None or watch.elsewhere or watch.under_hooks or not watch.calls:
+            return
+        before, self._call = self._call, call_of(watch.calls[0], self._setting.device_type)
+        if before is None or self._call is None or self._given is not None or self._following is not None:
+            return
+        if before.kind == self._call.kind and before.features != self._call.features:
+            self._following = Following(
+                self._setting,
+                self.budget_bytes,
+                self._usable_bytes,
+                self._planner,
+                partial(probe, self._setting.device_type, self._spill_dir),
+            )
+            self._program = None
+            self._sheltered_since_drift, self._sheltered_until = SHELTERED_STEPS, 0
+            if self._recorded is not None:
+                self._following.learn(*self._recorded)
+
+    def _after_called(self, run: CalledStep, seconds: float) -> None:
+        following, inner = self._following, run.inner
+        assert following is not None and self._watch is not None
+        following.ended(run, seconds)
+        if inner is None or self._watch.elsewhere or self._watch.under_hooks:
+            # Nothing was seen of this step, and nothing put in its way.
+            self._setting.fallbacks["the model was called elsewhere or under other hooks: inputs not followed"] += 1
+            self._stop_following()
+            return
+        self._call = call_of(self._watch.calls[0], self._setting.device_type)
+        match inner:
+            case ShelteredStep():
+                self._sheltered += 1
+                self._recorded = None
+                self._learn(inner)
+            case PlannedStep():
+                self._planned += 1
+                self._seconds.append(seconds)
+                self._take_stock(inner)
+                if inner.executor.mismatch:
+                    self._setting.distrusted.update(inner.executor.mismatch)
+                    following.forget()
+                elif inner.curve is not None:
+                    self._planned_peak = inner.curve.measured_peak_bytes
+            case LeftAlone():
+                self._planned += 1
+                self._seconds.append(seconds)
+        if following.rung is not None:
+            self.trace, self.plan = following.rung.trace, following.rung.plan
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Of the inputs of this step, where they vary."""
+        if self._following is None or self._watch is None or not self._watch.calls:
+            return ()
+        call = call_of(self._watch.calls[0], self._setting.device_type)
+        return call.features if call is not None else ()
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.close()
+        self._following = self._program = None
+        if self._watch is not None:
+            self._watch.under_hooks = True  # or as good as that: never again
+        self._sheltered_since_drift = SHELTERED_STEPS - 1
+
+    def _usable_bytes(self) -> int:
+        return self.budget_bytes if self._brim is None else self._brim.usable_bytes
 
     def _plan_for(self, trace: Trace) -> None:
         self.trace, self.plan, self.timeline, self._program = trace, None, None, None
@@ -304,9 +400,9 @@ class Room:
             hardware = probe(self._setting.device_type, self._spill_dir)
             plan = self._given
             if plan is None:
-                usable = self.budget_bytes if self._brim is None else self._brim.usable_bytes
                 # Near the floor a plan that makes the allocator work for its room is better than none.
-                plan = self._planner(trace, hardware, min(max(usable, self._floor), self.budget_bytes))
+                usable = min(max(self._usable_bytes(), self._floor), self.budget_bytes)
+                plan = self._planner(trace, hardware, usable)
             if not isinstance(plan, Plan):
                 raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
             check_fits(trace, plan)
@@ -331,9 +427,6 @@ class Room:
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
-        if self._program.idle and self._watch is None and self._device.has_cap and can_be_watched(self._setting.model):
-            assert self._setting.model is not None
-            self._watch = InputWatch(self._setting.model)
         self._inputs, self._same_inputs = (), False
         self._trimmed = False
         self._pace.new_plan()
@@ -342,9 +435,18 @@ class Room:
 
     def _ran_out(self, run: AnyStep, error: torch.OutOfMemoryError) -> None:
         """The device ran out of memory inside a step. A sheltered one cannot take less; a plan can."""
+        if isinstance(run, CalledStep):
+            if isinstance(run.inner, ShelteredStep):
+                self._ran_out(run.inner, error)
+            if self._brim is not None:
+                self._brim.after_failure()
+            if self._following is not None:
+                self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
+                self._following.ran_out(run.inner)
+            return
         if isinstance(run, ShelteredStep):
             run.undo.restore()
-            raise out_of_memory(self.budget_bytes, run, error) from error
+            raise out_of_memory(self.budget_bytes, run, error, self._sizes()) from error
         self._may_idle = False
         self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
         if self._brim is not None and self.trace is not None:
@@ -376,11 +478,10 @@ class Room:
         mismatch: list[str] = []
         if run.executor is not None:
             mismatch = run.executor.mismatch
-            copies = run.executor.lineage.copies_before_write
-            if copies:
-                self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
-            if run.executor.compared is not None and self._device.answers_later:
-                self._compared.append(run.executor.compared)
+            self._take_stock(run)
+        if self._following is not None:
+            self._setting.distrusted.update(mismatch)
+            return  # the plan was for one size alone
         if run.drifted or mismatch:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
@@ -424,6 +525,16 @@ class Room:
         if peak > self.budget_bytes:
             self._setting.fallbacks["planned again after the first planned step was measured"] += 1
             self._plan_for(self.trace)
+
+    def _take_stock(self, run: PlannedStep | IdleStep) -> None:
+        executor = run.executor
+        if executor is None:
+            return
+        copies = executor.lineage.copies_before_write
+        if copies:
+            self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
+        if executor.compared is not None and self._device.answers_later:
+            self._compared.append(executor.compared)
 
     # report
 
@@ -470,6 +581,7 @@ class Room:
             unreplayable=unreplayable(trace) if trace is not None else (),
             distrusted=tuple(sorted(self._setting.distrusted)),
             fallbacks={**self._setting.fallbacks, **self._device.complaints()},
+            followed=self._following.report() if self._following is not None else None,
         )
 
 
@@ -494,7 +606,7 @@ class Step:
         _active = self
         try:
             run.begin()
-            if not isinstance(run, ShelteredStep) and self._room._trimmed and run.census is None:
+            if isinstance(run, PlannedStep | IdleStep) and self._room._trimmed and run.census is None:
                 self._room._pace.begin(self._room._device)
         except BaseException:
             self._leave(run, failed=True)
@@ -528,8 +640,9 @@ class Step:
             return
         if isinstance(error, torch.OutOfMemoryError):
             self._room._ran_out(run, error)
-        if isinstance(run, ShelteredStep):
-            run.undo.forget()
+        inner = run.inner if isinstance(run, CalledStep) else run
+        if isinstance(inner, ShelteredStep):
+            inner.undo.forget()
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             raise StepError(
                 "torch.func transforms and code that forbids saved-tensor hooks cannot run inside step(); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ ORDER = (
     "brim",
     "plan",
     "tables",
+    "fitting",
+    "sizes",
+    "ladder",
     "kernels",
     "packing",
     "schedule",
@@ -42,6 +46,7 @@ ORDER = (
     "probe",
     "capture",
     "admission",
+    "following",
     "room",
     "__init__",
     # edges
@@ -61,6 +66,7 @@ def entry(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of every import in a file, those inside functions and behind conditions included."""
     out = []

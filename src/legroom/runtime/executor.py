@@ -30,10 +30,15 @@ NOT_USED = "a replay gave other bits and was not used"
 
 
 class Program:
-    """A schedule laid out for running: made once for each plan, used by every step."""
+    """A schedule laid out for running: made once for each plan, used by every step.
 
-    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+    reserve_bytes: where it is given, smaller tensors than the trace has are as good, and larger ones as long as they
+    are together larger by no more than this.
+    """
+
+    def __init__(self, trace: Trace, schedule: Schedule, *, reserve_bytes: int | None = None) -> None:
         self.trace = trace
+        self.reserve_bytes = reserve_bytes
         self.idle = not schedule.instructions
         # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
         self.at: list[tuple[Instruction, ...]] = [*[()] * len(trace.ticks), (Drop(-1, -1),)]
@@ -90,6 +95,7 @@ class Executor:
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
         self.reactive: Shelter | None = None
+        self._excess_bytes = 0
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
         self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
@@ -133,7 +139,7 @@ class Executor:
             is_pack, number, nbytes, plain = self.program.expected[tick]
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if is_pack and (nbytes == size or nbytes == self.rounded(size)):
+            if is_pack and (nbytes == size or nbytes == self.rounded(size) or self._fits(size - nbytes)):
                 if plain:
                     return Kept(tensor, number, self.generation)
                 entry = self.ledger.entry_of(storage, number)
@@ -147,6 +153,12 @@ class Executor:
             self.drift("a tensor of another size was saved")
         assert self.reactive is not None
         return self.reactive.pack_at(tick, tensor)
+
+    def _fits(self, more_bytes: int) -> bool:
+        """Whether a tensor of another size than in the trace is one that the plan has room for."""
+        reserve = self.program.reserve_bytes
+        self._excess_bytes += max(0, more_bytes)
+        return reserve is not None and self._excess_bytes <= reserve
 
     def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
         tick = self.tick
@@ -204,6 +216,8 @@ class Executor:
                     entry = self.entries.get(instruction.storage)
                     if entry is not None and entry.views:
                         self._do(instruction, entry)
+            if self.census is not None:
+                self.census.note_deaths()
         return tick
 
     def _do(self, instruction: Instruction, entry: Entry) -> None:

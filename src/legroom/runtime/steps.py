@@ -79,11 +79,22 @@ class ShelteredStep:
         self.recorder: Recorder | None = None
         self.census: Census | None = None
         self.curve: Curve | None = None
+        self.alive_bytes = 0  # when it began
+        self.began_with_call = True  # no op ran before the model was called
         self._proving = proving
+
+    def called(self, watch: InputWatch, number: int) -> None:
+        """The model was called."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or hooks[0] != self.shelter.pack:
+            watch.under_hooks = True
+        if number == 0 and self.recorder is not None:
+            self.began_with_call = not self.recorder.ops and not self.recorder.ticks
 
     def begin(self) -> None:
         setting = self._setting
         setting.ledger.generation += 1
+        self.alive_bytes = setting.alive_bytes()
         if profiler_is_free():
             self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
             self.recorder = Recorder(

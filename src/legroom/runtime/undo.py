@@ -1,8 +1,8 @@
 """Taking an optimizer's work back: a step that turns out to be over the budget has not happened.
 
 What an optimizer allocates is known only when it has run. So in steps that are not known yet every lasting tensor is
-copied to the host before an optimizer first writes it. If the step is refused the copies go back, and state that the
-optimizer made in this step is taken from it again.
+copied to the host before an optimizer first writes it. If the step is refused the copies go back, state that the
+optimizer made in this step is taken from it again, and generators draw the same numbers again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.runtime.device import Device, HostCopy
+from legroom.runtime.lineage import RandomState
 
 
 class Undo:
@@ -20,6 +21,7 @@ class Undo:
         self._device = device
         self._optimizer = optimizer
         self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
+        self._random = RandomState(None)
         self._keys: dict[Any, set[Any]] = {}
         if optimizer is not None:
             self._keys = {parameter: set(state) for parameter, state in optimizer.state.items()}
@@ -38,6 +40,7 @@ class Undo:
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is not None:
                 self._device.copy_in(host, _flat(storage)).wait()
+        self._random.restore()
         if self._optimizer is not None:
             for parameter in list(self._optimizer.state):
                 if parameter not in self._keys:

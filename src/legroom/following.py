@@ -1,0 +1,380 @@
+"""Plans that follow the input: a size model and a ladder of plans for each way in which the model is called.
+
+A few sheltered steps at different sizes teach how every tensor grows with the input. From then on a step finds its plan
+by the sizes that the model is called with: the nearest larger one on the ladder, or, above all of them, one that is
+made at once by the responsive greedy. The room's planner makes better ones in the background, for sizes rounded up;
+they are taken up between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from legroom.alloclog import profiler_is_free
+from legroom.errors import BudgetError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.ladder import Features, Ladder, rounded_up
+from legroom.plan import Plan, signature
+from legroom.planners import Planner, quick
+from legroom.planners.responsive import Responsive
+from legroom.report import Followed, FollowedStep
+from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
+from legroom.runtime.executor import Program
+from legroom.runtime.inputs import Call, InputWatch, Signature, call_of
+from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
+from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
+from legroom.sizes import SizeModel, structure_of, with_numbers
+from legroom.units import format_bytes
+
+MOST_RUNGS = 64  # plans for one structure
+LOOSE = 1.125  # a plan for an input that is larger than that, in any dimension, is worth another one
+MOST_WAYS = 16  # of calling the model; a program with more has no step that repeats
+MOST_COURSES = 4  # op sequences behind one way of calling
+MOST_SHELTERED = 10  # steps for one op sequence
+MEASURED_STEPS = 2  # of a course, the first ones; from the 64th on every power of two
+FIRST_CHECK = 64
+DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
+ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
+REMEMBERED_STEPS = 4096
+AT_ONCE = "responsive"  # the planner whose plans are replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A plan for one size, ready to run."""
+
+    trace: Trace
+    plan: Plan
+    schedule: Schedule
+    program: Program
+    peak_bytes: int
+
+
+@dataclass(slots=True)
+class Course:
+    """One op sequence, at all sizes."""
+
+    model: SizeModel
+    responsive: Responsive
+    base_bytes: int  # alive before the call beside its inputs, when it was recorded
+    low: Features  # the smallest and the largest of each feature that was met
+    high: Features
+    ladder: Ladder[Rung] = field(default_factory=lambda: Ladder(most=MOST_RUNGS))
+    asked: set[Features] = field(default_factory=set)  # of the planner, done or not
+    planned: int = 0
+    version: int = 0  # plans of another one were made from what is no longer believed
+
+    def forget_plans(self) -> None:
+        self.version += 1
+        self.ladder.clear()
+        self.asked.clear()
+
+    def improve(self, edge: Features, rung: Rung) -> None:
+        """Put a plan in the place of those that were made at once for sizes that it is for."""
+        for other, made in self.ladder:
+            if made.plan.planner == AT_ONCE and self.edge_for(other) == self.edge_for(edge):
+                self.ladder.remove(other)
+        self.put(edge, rung)
+
+    def put(self, edge: Features, rung: Rung) -> None:
+        self.asked.difference_update(self.ladder.add(edge, rung))  # may be asked for again
+
+    def met(self, features: Features) -> None:
+        self.low = tuple(map(min, self.low, features))
+        self.high = tuple(map(max, self.high, features))
+
+    def edge_for(self, features: Features) -> Features:
+        """The sizes rounded up, of those that vary."""
+        moving = [low != high for low, high in zip(self.low, self.high, strict=True)]
+        return tuple(rounded_up(f) if moves else f for f, moves in zip(features, moving, strict=True))
+
+
+@dataclass(slots=True)
+class Way:
+    """One way in which the model is called, sizes apart."""
+
+    courses: dict[str, Course] = field(default_factory=dict)
+    course: Course | None = None  # the one that ran last
+    sheltered: int = 0
+    drifts: deque[int] = field(default_factory=lambda: deque(maxlen=DRIFTS))
+    reactive_until: int = 0
+
+
+class Following:
+    """Decides about every step when the model is called, and learns from what came of it."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        budget_bytes: int,
+        usable_bytes: Callable[[], int],
+        planner: Planner,
+        hardware: Callable[[], Hardware],
+    ) -> None:
+        self._setting = setting
+        self._budget_bytes = budget_bytes
+        self._usable_bytes = usable_bytes
+        self._planner = quick(planner)  # plans are many, and made while the program trains
+        self._hardware = hardware
+        self._device = setting.ledger.device
+        self._ways: dict[object, Way] = {}
+        self._steps = 0
+        self._may_idle = self._device.has_cap
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
+        self._arrived: deque[tuple[Course, int, Features, Rung]] = deque()
+        self._asked: deque[Future[None]] = deque()
+        # of the step that runs
+        self._call: Call | None = None
+        self._way: Way | None = None
+        self._alive_bytes = 0
+        self._planning_seconds = 0.0
+        self.rung: Rung | None = None  # the last one that ran
+        self._rows: deque[FollowedStep] = deque(maxlen=REMEMBERED_STEPS)
+
+    def step(self, watch: InputWatch) -> CalledStep:
+        self._call = self._way = None
+        self._planning_seconds = 0.0
+        while self._arrived:
+            course, version, edge, rung = self._arrived.popleft()
+            if version == course.version:
+                course.improve(edge, rung)
+        return CalledStep(self._setting, watch, self._decide)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def settle(self) -> None:
+        """Wait for what is planned in the background."""
+        while self._asked:
+            self._hear(self._asked.popleft())
+
+    # before
+
+    def _decide(self, signature_: Signature, others: bool) -> Decided:
+        began = time.perf_counter()
+        try:
+            return self._chosen(call_of(signature_, self._setting.device_type), others)
+        finally:
+            self._planning_seconds = time.perf_counter() - began
+
+    def _chosen(self, call: Call | None, others: bool) -> Decided:
+        fallbacks = self._setting.fallbacks
+        if call is None or others or not call.features:
+            why = "another dispatch mode is on" if others else "inputs that cannot be compared"
+            fallbacks[f"{why}: the step ran under the reactive policy"] += 1
+            return ReactiveStep(self._setting)
+        way = self._ways.get(call.kind)
+        if way is None:
+            if len(self._ways) >= MOST_WAYS:
+                fallbacks["the model is called in too many ways: the step ran under the reactive policy"] += 1
+                return ReactiveStep(self._setting)
+            way = self._ways[call.kind] = Way()
+        self._call, self._way = call, way
+        self._alive_bytes = self._setting.alive_bytes()
+        course = way.course
+        if self._steps < way.reactive_until:
+            return ReactiveStep(self._setting)
+        if course is None or not course.model.knows(call.features):
+            room_left = way.sheltered < MOST_SHELTERED * max(1, len(way.courses))
+            if room_left and (course is None or course.model.wants_more()) and profiler_is_free():
+                way.sheltered += 1
+                return ShelteredStep(self._setting, proving=True, trusting=True)
+            fallbacks["sizes that cannot be told from the input: the step ran under the reactive policy"] += 1
+            return ReactiveStep(self._setting)
+        more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
+        return self._planned(course, call.features, more)
+
+    def _planned(self, course: Course, features: Features, more_bytes: int) -> Decided:
+        found = course.ladder.find(features)
+        if found is not None and found[1].peak_bytes + more_bytes <= self._budget_bytes:
+            edge, rung = found
+        else:
+            made = self._made_at_once(course, features, more_bytes)
+            if made is None:
+                return ReactiveStep(self._setting)
+            edge, rung = features, made
+            course.put(features, rung)
+        self._ask_for_better(course, features, edge, rung)
+        self.rung = rung
+        if rung.program.idle and self._may_idle and rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY:
+            return LeftAlone()
+        replayed = rung.program.replayed_storages
+        check = replayed[course.planned % len(replayed)] if replayed else -1
+        measure = course.planned < MEASURED_STEPS or (course.planned >= FIRST_CHECK and course.planned.bit_count() == 1)
+        return PlannedStep(self._setting, rung.program, check=check, measure=measure)
+
+    def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
+        numbers = course.model.predict(features)
+        reserve = course.model.reserve_bytes()
+        # Near the floor a plan without anything in reserve is better than none.
+        for target in (self._usable_bytes() - reserve - more_bytes, self._budget_bytes - more_bytes):
+            decisions = course.responsive.decide(numbers, target)
+            if decisions is not None:
+                trace = with_numbers(course.model.template, numbers)
+                plan = Plan(decisions, signature(trace), AT_ONCE, target, 0, 0.0, ())
+                return self._laid_out(trace, plan, reserve)
+        floor = floor_bytes(with_numbers(course.model.template, numbers)) + more_bytes
+        if floor - reserve > self._budget_bytes:
+            raise too_large(features, floor, self._budget_bytes)
+        self._setting.fallbacks["no plan fits an input of this size: the step ran under the reactive policy"] += 1
+        return None
+
+    def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int) -> Rung:
+        schedule = lower(trace, plan, self._hardware())
+        peak = check_schedule(trace, schedule)
+        program = Program(trace, schedule, reserve_bytes=reserve_bytes)
+        swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
+        self._device.prepare([trace.storages[storage].nbytes for storage in swapped])
+        return Rung(trace, plan, schedule, program, peak)
+
+    # in the background
+
+    def _ask_for_better(self, course: Course, features: Features, edge: Features, rung: Rung) -> None:
+        goal = course.edge_for(features)
+        if rung.program.idle or goal in course.asked:
+            return
+        if rung.plan.planner != AT_ONCE and all(e <= LOOSE * f for e, f in zip(edge, features, strict=True)):
+            return
+        course.asked.add(goal)
+        model = course.model
+        sizes = [size for size in dict.fromkeys((goal, features)) if model.knows(size)]
+        template, reserve = model.template, model.reserve_bytes()
+        at = [(size, model.predict(size)) for size in sizes]
+        target, version = self._usable_bytes() - reserve, course.version
+
+        def improve() -> None:
+            for size, numbers in at:
+                trace = with_numbers(template, numbers)
+                try:
+                    plan = self._planner(trace, self._hardware(), target)
+                except BudgetError:
+                    continue  # not at the size rounded up; perhaps at this very one
+                self._arrived.append((course, version, size, self._laid_out(trace, plan, reserve)))
+                return
+
+        self._asked.append(self._worker.submit(improve))
+        while self._asked and self._asked[0].done():
+            self._hear(self._asked.popleft())
+
+    def _hear(self, asked: Future[None]) -> None:
+        error = asked.exception()
+        if error is not None:
+            self._setting.fallbacks[f"planning in the background failed: {type(error).__name__}: {error}"] += 1
+
+    # afterwards
+
+    def learn(self, call: Call, trace: Trace, alive_bytes: int) -> None:
+        """From a recorded step that began with this call."""
+        way = self._ways.setdefault(call.kind, Way())
+        structure = structure_of(trace)
+        course = way.courses.get(structure)
+        base = alive_bytes - call.input_bytes
+        if course is None:
+            if len(way.courses) >= MOST_COURSES:
+                way.courses.pop(next(iter(way.courses)))
+            model = SizeModel(granularity_bytes=self._device.rounded(1))
+            model.add(call.features, trace)
+            course = Course(
+                model, Responsive(model.template, self._hardware(), thorough=False), base, call.features, call.features
+            )
+            way.courses[structure] = course
+        else:
+            before = course.model.template
+            course.model.add(call.features, trace)
+            course.base_bytes = max(course.base_bytes, base)
+            course.met(call.features)
+            if course.model.template != before:
+                course.responsive = Responsive(course.model.template, self._hardware(), thorough=False)
+            course.forget_plans()
+        way.course = course
+
+    def ended(self, run: CalledStep, seconds: float) -> None:
+        self._steps += 1
+        inner, call, way = run.inner, self._call, self._way
+        measured = inner.curve.measured_peak_bytes if inner is not None and inner.curve is not None else 0
+        if call is None or way is None or inner is None:
+            return
+        row = FollowedStep(call.features, _NAMES[type(inner)], seconds, self._planning_seconds, measured, 0)
+        self._rows.append(row)
+        course = way.course
+        if course is None or not isinstance(inner, PlannedStep):
+            return
+        if inner.drifted:
+            way.course = None  # another op sequence, or sizes that were not foreseen: look again
+            way.drifts.append(self._steps)
+            if len(way.drifts) == DRIFTS and way.drifts[-1] - way.drifts[0] <= DRIFT_WINDOW_STEPS:
+                way.reactive_until = self._steps + REACTIVE_STEPS
+                self._setting.fallbacks["the step keeps changing: under the reactive policy for a while"] += 1
+            return
+        course.planned += 1
+        course.met(call.features)
+        if inner.curve is not None and self.rung is not None:
+            trace = with_numbers(course.model.template, course.model.predict(call.features))
+            schedule = replace(self.rung.schedule, trace_signature=signature(trace))
+            predicted = np.array([peak for *_, peak in memory_curve(trace, schedule)], np.int64)
+            seen = np.array([segment.measured_peak_bytes for segment in inner.curve.segments[1:]], np.int64)
+            course.model.heard(call.features, seen - predicted)
+            self._rows[-1] = replace(row, predicted_bytes=int(predicted.max(initial=trace.head_peak_bytes)))
+            if measured > self._budget_bytes:
+                self._setting.fallbacks["a planned step took more than the budget: planned again"] += 1
+                self.forget_plans()
+
+    def ran_out(self, inner: Decided | None) -> None:
+        """A planned step ran out of memory: plan for less from now on."""
+        if isinstance(inner, LeftAlone):
+            self._may_idle = False
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        for way in self._ways.values():
+            for course in way.courses.values():
+                course.forget_plans()
+
+    def forget(self) -> None:
+        """An op gave other bits when it was replayed: what was learned took it for replayable."""
+        self.forget_plans()
+        self._ways.clear()
+
+    # report
+
+    def report(self) -> Followed:
+        courses = [course for way in self._ways.values() for course in way.courses.values()]
+        planning = sorted(row.planning_seconds for row in self._rows if row.course == "planned")
+        return Followed(
+            steps=tuple(self._rows),
+            structures=len(courses),
+            hits=sum(course.ladder.hits for course in courses),
+            misses=sum(course.ladder.misses for course in courses),
+            evicted=sum(course.ladder.evicted for course in courses),
+            plans=sum(len(course.ladder) for course in courses),
+            residual=max((course.model.residual() for course in courses), default=0.0),
+            reserve_bytes=max((course.model.reserve_bytes() for course in courses), default=0),
+            planning_seconds=planning[len(planning) // 2] if planning else 0.0,
+            slow_planning_seconds=planning[int(len(planning) * 0.99)] if planning else 0.0,
+        )
+
+
+def too_large(features: Features, floor: int, budget: int) -> BudgetError:
+    sizes = ", ".join(map(str, features))
+    return BudgetError(
+        f"an input of sizes ({sizes}) needs {format_bytes(floor)} even with everything saved moved out, the budget is "
+        f"{format_bytes(budget)}. Nothing was changed: skip this batch, cut it, or raise the budget",
+        budget_bytes=budget,
+        floor_bytes=floor,
+    )
+
+
+_NAMES: dict[type[Decided], str] = {
+    PlannedStep: "planned",
+    ShelteredStep: "sheltered",
+    ReactiveStep: "reactive",
+    LeftAlone: "left alone",
+}

@@ -1,0 +1,67 @@
+"""Plans by the size of the input: each serves every input that is nowhere larger than the one it was made for.
+
+A step in which no tensor is larger than planned for takes no more memory than planned for, so that a plan is found by
+looking it up, and nothing has to be computed while the step waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Features = tuple[int, ...]
+T = TypeVar("T")
+
+
+class Ladder(Generic[T]):
+    """A bounded set of plans. What was used least recently goes first, the largest never."""
+
+    def __init__(self, *, most: int) -> None:
+        self.hits = self.misses = self.evicted = 0
+        self._most = most
+        self._rungs: dict[Features, T] = {}  # by use, the last one used at the end
+
+    def __len__(self) -> int:
+        return len(self._rungs)
+
+    def __iter__(self) -> Iterator[tuple[Features, T]]:
+        return iter(list(self._rungs.items()))
+
+    def find(self, features: Features) -> tuple[Features, T] | None:
+        """The smallest that is large enough."""
+        best = min((edge for edge in self._rungs if covers(edge, features)), key=sum, default=None)
+        if best is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        what = self._rungs.pop(best)
+        self._rungs[best] = what
+        return best, what
+
+    def add(self, edge: Features, what: T) -> list[Features]:
+        """In place of what was there for the same size; what has to go for it."""
+        self._rungs.pop(edge, None)
+        self._rungs[edge] = what
+        gone = []
+        while len(self._rungs) > self._most:
+            largest = max(self._rungs, key=sum)
+            gone.append(next(other for other in self._rungs if other != largest))
+            del self._rungs[gone[-1]]
+        self.evicted += len(gone)
+        return gone
+
+    def remove(self, edge: Features) -> None:
+        self._rungs.pop(edge, None)
+
+    def clear(self) -> None:
+        self._rungs.clear()
+
+
+def covers(edge: Features, features: Features) -> bool:
+    return len(edge) == len(features) and all(e >= f for e, f in zip(edge, features, strict=True))
+
+
+def rounded_up(size: int) -> int:
+    """The next of eight sizes an octave: at most an eighth more."""
+    grain = max(1, (1 << size.bit_length()) // 16)
+    return -(-size // grain) * grain

@@ -1,0 +1,85 @@
+"""Inputs of other sizes at every step, on CUDA: the same bits, under the cap."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+
+pytestmark = pytest.mark.gpu
+
+_draw = random.Random(3)
+LENGTHS = [_draw.randint(64, 384) for _ in range(32)]
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=1000, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, intermediate_size=2048,
+        num_labels=3,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).cuda().train()
+    return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, lengths: list[int], around: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    losses = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator("cuda").manual_seed(number)
+        ids = torch.randint(1000, (32, length), device="cuda", generator=generator)
+        labels = torch.randint(3, (32,), device="cuda", generator=generator)
+        with around():
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("share", [0.4])
+def test_the_same_bits_under_the_cap(share: float) -> None:
+    model, optimizer = build()
+    ids, labels = torch.ones(32, 384, dtype=torch.long, device="cuda"), torch.ones(32, dtype=torch.long, device="cuda")
+
+    def longest() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = legroom.capture(longest, model=model, optimizer=optimizer)
+    floor = legroom.floor_bytes(trace)
+    budget = int(floor + share * (trace.peak_bytes - floor))
+    del model, optimizer
+    expected = [t.cpu() for t in train(*build(), LENGTHS, nullcontext)]
+    model, optimizer = build()
+    torch.cuda.empty_cache()
+    with legroom.fit(model, optimizer, budget=budget) as room:
+        found = [t.cpu() for t in train(model, optimizer, LENGTHS, room.step)]
+        report = room.report()
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, LENGTHS[:12], room.step)
+        assert torch.cuda.max_memory_reserved() <= budget
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert report.followed is not None and report.sheltered_steps <= 10
+    assert report.planned_steps >= 20
+    errors = [s.predicted_bytes / s.measured_bytes - 1 for s in report.followed.steps if s.predicted_bytes]
+    assert errors and sum(map(abs, errors)) / len(errors) <= 0.01

@@ -1,0 +1,57 @@
+"""Plans by size: what is found, and what goes when there are too many."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legroom.ladder import Ladder, covers, rounded_up
+
+SIZES = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12, unique=True)
+
+
+@given(SIZES, st.tuples(st.integers(1, 50), st.integers(1, 50)))
+def test_the_smallest_that_is_large_enough_is_found(edges: list[tuple[int, int]], features: tuple[int, int]) -> None:
+    ladder = Ladder[int](most=20)
+    for number, edge in enumerate(edges):
+        assert ladder.add(edge, number) == []
+    found = ladder.find(features)
+    enough = [edge for edge in edges if edge[0] >= features[0] and edge[1] >= features[1]]
+    assert (found is None) == (not enough)
+    assert (ladder.hits, ladder.misses) == ((1, 0) if enough else (0, 1))
+    if found is not None:
+        assert found[0] in enough and sum(found[0]) == min(map(sum, enough))
+        assert edges[found[1]] == found[0]
+
+
+def test_what_was_used_least_recently_goes_first_and_the_largest_never() -> None:
+    ladder = Ladder[str](most=3)
+    for edge, what in (((9,), "largest"), ((1,), "a"), ((3,), "b")):
+        ladder.add(edge, what)
+    assert ladder.find((1,)) == ((1,), "a")
+    assert ladder.add((5,), "c") == [(3,)]
+    assert ladder.add((7,), "d") == [(1,)]
+    assert ladder.evicted == 2 and len(ladder) == 3
+    assert ladder.find((8,)) == ((9,), "largest")
+
+
+def test_the_same_size_again_takes_the_place_of_the_old_one() -> None:
+    ladder = Ladder[str](most=2)
+    ladder.add((4,), "old")
+    ladder.add((4,), "new")
+    assert list(ladder) == [((4,), "new")]
+    ladder.remove((4,))
+    ladder.remove((4,))
+    assert ladder.find((1,)) is None
+
+
+def test_other_dimensions_are_another_thing() -> None:
+    assert not covers((4, 4), (4,))
+    assert covers((4, 4), (4, 0))
+
+
+@given(st.integers(0, 2**40))
+def test_sizes_are_rounded_up_by_an_eighth_at_most(size: int) -> None:
+    up = rounded_up(size)
+    assert size <= up <= size * 1.125
+    assert rounded_up(up) == up

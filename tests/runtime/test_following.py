@@ -1,0 +1,390 @@
+"""Inputs of other sizes at every step: the same bits, inside the budget, and few steps to learn from."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+from legroom.planners import quick
+from legroom.planners.auto import Auto
+from legroom.runtime.inputs import call_of, signature_of
+from tests.runtime.test_budget import measured_peak
+from tests.runtime.test_cap import Capped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Sizes = tuple[int, ...]
+Batch = dict[str, Tensor]
+
+
+class Detector(nn.Module):
+    """Batch norm, in-place ReLU, pooling that cuts off, a head over all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in ((3, 12), (12, 16), (16, 16)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+            layers += [nn.MaxPool2d(2)] if before != 16 else []
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Conv2d(16, 5, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images)).square().mean()
+
+
+def bert(layers: int) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=64, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=256,
+            max_position_embeddings=512, num_labels=3,
+        )
+    )  # fmt: skip
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=64, d_model=64, d_kv=16, d_ff=256, num_layers=2, num_decoder_layers=1, num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def text(step: int, sizes: Sizes) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "input_ids": torch.randint(64, (8, sizes[0]), generator=generator),
+        "labels": torch.randint(3, (8,), generator=generator),
+    }
+
+
+def pairs(step: int, sizes: Sizes) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "input_ids": torch.randint(64, (8, sizes[0]), generator=generator),
+        "labels": torch.randint(64, (8, sizes[1]), generator=generator),
+    }
+
+
+def images(step: int, sizes: Sizes) -> Batch:
+    return {"images": torch.randn(4, 3, *sizes, generator=torch.Generator().manual_seed(step))}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, Sizes], Batch], tuple[Sizes, Sizes]]] = {
+    "bert": (partial(bert, 2), text, ((35,), (141,))),
+    "short": (partial(bert, 1), text, ((35,), (141,))),
+    "t5": (t5, pairs, ((17, 20), (120, 90))),
+    "detector": (Detector, images, ((40, 40), (97, 131))),
+}
+
+
+class Program:
+    def __init__(self, name: str) -> None:
+        make, self.batch, (self.low, self.high) = CASES[name]
+        torch.manual_seed(0)
+        self.model = make().train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+
+    def step(self, number: int, sizes: Sizes) -> Tensor:
+        out = self.model(**self.batch(number, sizes))
+        loss: Tensor = out if isinstance(out, Tensor) else out.loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sizes(self, count: int, seed: int = 0) -> list[Sizes]:
+        draw = random.Random(seed)
+        return [tuple(map(draw.randint, self.low, self.high)) for _ in range(count)]
+
+    def train(self, sizes: list[Sizes], around: Callable[[], Any] = nullcontext) -> list[Tensor]:
+        torch.manual_seed(1)  # for dropout
+        losses = []
+        for number, size in enumerate(sizes):
+            with around():
+                losses.append(self.step(number, size))
+        return [*losses, *(t.detach().clone() for t in self.model.state_dict().values()), torch.get_rng_state()]
+
+
+@cache
+def limits(name: str) -> tuple[int, int]:
+    """The smallest peak of the largest input, and the plain one."""
+    program = Program(name)
+    trace = legroom.capture(partial(program.step, 0, program.high), model=program.model, optimizer=program.optimizer)
+    return legroom.floor_bytes(trace), trace.peak_bytes
+
+
+def budget_for(name: str, share: float) -> int:
+    floor, plain = limits(name)
+    return int(floor + share * (plain - floor))
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(a, b), f"number {number} differs"
+
+
+@pytest.mark.parametrize(("name", "share"), [("bert", 0.5), ("bert", 0.1), ("t5", 0.15), ("detector", 0.3)])
+def test_the_same_bits_inside_the_budget(name: str, share: float) -> None:
+    budget = budget_for(name, share)
+    plain = Program(name)
+    sizes = [*plain.sizes(20), plain.high, plain.low]
+    expected = plain.train(sizes)
+    del plain
+    gc.collect()
+    program = Program(name)
+    with legroom.fit(program.model, program.optimizer, budget=budget) as room:
+        assert_equal(program.train(sizes, room.step), expected)
+        report = room.report()
+        followed = report.followed
+        assert followed is not None and followed.structures == 1
+        assert report.sheltered_steps <= 10
+        assert report.planned_steps >= 10
+        assert report.peak_bytes <= budget
+        errors = [s.predicted_bytes / s.measured_bytes - 1 for s in followed.steps if s.predicted_bytes]
+        assert errors and sum(map(abs, errors)) / len(errors) <= 0.01
+        # By something else than legroom's own log, for planned steps of several sizes.
+        for number, size in enumerate(sizes[-3:-1]):
+            peak = measured_peak(lambda i, size=size: program.step(i, size), room.step, 100 + 2 * number)  # type: ignore[misc]
+            assert peak <= budget
+        assert room.report().sheltered_steps == report.sheltered_steps
+
+
+def test_plans_are_found_by_looking_them_up() -> None:
+    program = Program("short")
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5)) as room:
+        program.train(program.sizes(20), room.step)
+        assert room._following is not None
+        room._following.settle()
+        before = room.report().followed
+        program.train(program.sizes(20), room.step)
+        after = room.report().followed
+        assert before is not None and after is not None
+        assert after.misses == before.misses
+        assert after.hits - before.hits == 20
+        assert {step.course for step in after.steps[-20:]} == {"planned"}
+        # What the planner made in the background has taken the place of what was made at once.
+        (way,) = room._following._ways.values()
+        assert way.course is not None
+        planners = [rung.plan.planner for _, rung in way.course.ladder if not rung.program.idle]
+        assert planners and set(planners) == {"auto"}
+
+
+def test_small_inputs_pay_nothing_for_large_ones() -> None:
+    """A plan for a small input keeps what the plan for the largest one cannot."""
+    program = Program("short")
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.3)) as room:
+        program.train([*program.sizes(12), program.high], room.step)
+        assert room._following is not None
+        room._following.settle()
+        program.train([program.high], room.step)
+        large = room.report()
+        program.train([(60,)], room.step)
+        room._following.settle()
+        program.train([(60,)], room.step)
+        small = room.report()
+    assert large.bytes_recomputed + large.bytes_swapped > 0
+    assert small.bytes_recomputed + small.bytes_swapped == 0
+
+
+@pytest.mark.parametrize("length", [170, 500])  # one that is foretold, and one too far from all that was seen
+def test_an_input_that_cannot_fit_changes_nothing(length: int) -> None:
+    program = Program("short")
+    sizes = program.sizes(12)
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.02)) as room:
+        program.train(sizes, room.step)
+        before = [p.detach().clone() for p in program.model.parameters()]
+        state = torch.get_rng_state()
+        refusal = rf"an input of sizes \(8, {length}, 8\) needs "
+        with pytest.raises(legroom.BudgetError, match=refusal), room.step():
+            program.step(0, (length,))
+        assert_equal([p.detach() for p in program.model.parameters()], before)
+        assert torch.equal(torch.get_rng_state(), state)
+        planned = room.report().planned_steps
+        program.train(sizes[:3], room.step)
+        assert room.report().planned_steps == planned + 3
+
+
+def test_far_larger_than_anything_seen() -> None:
+    """Too far to be foretold: it is sheltered, and known from then on."""
+    program, plain = Program("short"), Program("short")
+    sizes = [(n,) for n in (36, 40, 44, 48, 52, 38, 42, 140, 141, 140)]
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.3)) as room:
+        assert_equal(program.train(sizes, room.step), plain.train(sizes))
+        followed = room.report().followed
+        assert followed is not None
+        assert [step.course for step in followed.steps][-3:] == ["sheltered", "planned", "planned"]
+        assert room.report().peak_bytes <= room.budget_bytes
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_other_batch_sizes_now_and_then(rows: int) -> None:
+    """The last batch of an epoch; an empty one; one of one."""
+
+    def run(around: Callable[[], Any], net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        losses = []
+        for number in range(12):
+            count = rows if number % 4 == 3 else 32
+            with around():
+                x = torch.randn(count, 64, generator=torch.Generator().manual_seed(number))
+                loss = net(x).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(p.detach().clone() for p in net.parameters())]
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())])
+        return net, torch.optim.SGD(net.parameters(), 0.01)
+
+    expected = run(nullcontext, *build())
+    net, optimizer = build()
+    with legroom.fit(net, optimizer, budget="1MiB") as room:
+        assert_equal(run(room.step, net, optimizer), expected)
+        assert room.report().peak_bytes <= room.budget_bytes
+
+
+class Routed(nn.Module):
+    """Another op sequence for every other input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.skip = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[2 if self.skip else 0 :]:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.sum()
+
+
+def test_graphs_that_change_now_and_then() -> None:
+    def run(around: Callable[[], Any], net: Routed, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        losses = []
+        draw = random.Random(0)
+        for number in range(60):
+            net.skip = number // 20 == 1
+            x = torch.randn(draw.randint(20, 200), 64, generator=torch.Generator().manual_seed(number))
+            with around():
+                loss = net(x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(p.detach().clone() for p in net.parameters())]
+
+    def build() -> tuple[Routed, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = Routed()
+        return net, torch.optim.SGD(net.parameters(), 0.01)
+
+    expected = run(nullcontext, *build())
+    net, optimizer = build()
+    with legroom.fit(net, optimizer, budget="600KiB") as room:
+        assert_equal(run(room.step, net, optimizer), expected)
+        report = room.report()
+        assert report.followed is not None and report.followed.structures == 2
+        assert report.peak_bytes <= room.budget_bytes
+        assert report.planned_steps >= 40
+
+
+def test_nothing_is_left_behind() -> None:
+    threads = threading.active_count()
+    program = Program("short")
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5)) as room:
+        program.train(program.sizes(10), room.step)
+        assert room.report().followed is not None
+        with pytest.raises(TypeError), room.step():
+            program.model(**program.batch(0, (50,))).loss.backward(nonsense=True)
+        assert not program.model._forward_pre_hooks
+        program.train(program.sizes(3), room.step)
+        gc.collect()
+        assert room._setting.ledger.entries == 0
+    assert threading.active_count() <= threads
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_hooks_of_the_programs_own_stay_in_place() -> None:
+    program, plain = Program("short"), Program("short")
+    sizes = program.sizes(12)
+
+    def train(program: Program, around: Callable[[], Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for number, size in enumerate(sizes):
+            with around():
+                if number >= 8:
+                    with torch.autograd.graph.save_on_cpu():
+                        loss = program.model(**program.batch(number, size)).loss
+                else:
+                    loss = program.model(**program.batch(number, size)).loss
+                loss.backward()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(p.detach() for p in program.model.parameters())]
+
+    with legroom.fit(program.model, program.optimizer, budget=2 * budget_for("short", 1.0)) as room:
+        assert_equal(train(program, room.step), train(plain, nullcontext))
+        assert any("under other hooks" in name for name in room.report().fallbacks)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_planner_that_fails_in_the_background_is_reported() -> None:
+    good = quick(Auto())
+
+    def planner(trace: Any, hardware: Any, budget_bytes: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise ArithmeticError("no")
+        return good(trace, hardware, budget_bytes)
+
+    program, plain = Program("short"), Program("short")
+    sizes = program.sizes(12)
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5), planner=planner) as room:
+        assert_equal(program.train(sizes, room.step), plain.train(sizes))
+        assert room._following is not None
+        room._following.settle()
+        assert any("ArithmeticError: no" in name for name in room.report().fallbacks)
+
+
+def test_steps_that_fit_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cap watches over memory, nothing is put in the way of a step that is known to fit."""
+    monkeypatch.setattr(legroom.room, "open_device", lambda *_: Capped())
+    program, plain = Program("short"), Program("short")
+    sizes = program.sizes(20)
+    with legroom.fit(program.model, program.optimizer, budget=2 * budget_for("short", 1.0)) as room:
+        assert_equal(program.train(sizes, room.step), plain.train(sizes))
+        followed = room.report().followed
+        assert followed is not None
+        assert [step.course for step in followed.steps][-10:] == ["left alone"] * 10
+
+
+def test_calls_are_alike_where_only_sizes_differ() -> None:
+    def call(value: object) -> Any:
+        return call_of((signature_of(value),), "cpu")
+
+    a, b = call({"x": torch.ones(2, 3), "flag": True}), call({"x": torch.ones(5, 4), "flag": True})
+    assert a.kind == b.kind and hash(a.kind) == hash(b.kind)
+    assert (a.features, b.features) == ((2, 3), (5, 4))
+    assert (a.input_bytes, b.input_bytes) == (24, 80)
+    for other in ({"x": torch.ones(2, 3), "flag": False}, {"x": torch.ones(6)}, {"x": torch.ones(2, 3).long()}, [1]):
+        assert call(other).kind != a.kind
+    assert call({"x": object()}) is None
