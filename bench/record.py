@@ -77,7 +77,7 @@ def _recorded(name: str, workload: Workload, device: str, folder: Path, meter: M
     import legroom
     from legroom import traceio
     from legroom.compare import plain_seconds
-    from legroom.probe import probe
+    from legroom.probing import probe
 
     for number in range(WARMUP_STEPS):
         train_step(workload, number)

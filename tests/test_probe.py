@@ -9,7 +9,7 @@ import torch
 from legroom import doctor
 from legroom.doctor import examine, file_system
 from legroom.errors import DeviceError
-from legroom.probe import memory_bytes, probe
+from legroom.probing import memory_bytes, probe
 
 
 def test_probe_measures_once_and_leaves_the_random_state_alone(tmp_path: Path) -> None:

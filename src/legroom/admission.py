@@ -11,7 +11,7 @@ import torch
 from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
-from legroom.probe import memory_bytes
+from legroom.probing import memory_bytes
 from legroom.runtime.census import state_bytes
 from legroom.runtime.device import CpuDevice, Device
 from legroom.runtime.steps import ShelteredStep

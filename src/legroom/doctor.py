@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from legroom.errors import LegroomError
-from legroom.probe import memory_bytes, probe
+from legroom.probing import memory_bytes, probe
 from legroom.units import format_bytes, format_seconds
 
 State = Literal["ok", "warn", "bad"]

@@ -25,8 +25,8 @@ from legroom.admission import (
     out_of_memory,
     over_budget,
 )
+from legroom.assembling import assemble, correct
 from legroom.brim import Brim
-from legroom.capture import assemble, correct
 from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
 from legroom.following import Following
@@ -36,7 +36,7 @@ from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
 from legroom.planners import Planner, named
 from legroom.planners.dual import check_slowdown, least_peak
-from legroom.probe import probe
+from legroom.probing import probe
 from legroom.reasons import held, unreplayable
 from legroom.report import Report
 from legroom.runtime.called import CalledStep, LeftAlone

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from legroom.errors import DeviceError
-from legroom.probe import probe
+from legroom.probing import probe
 from legroom.runtime.cuda import CudaDevice, PinnedMemory, _PinnedCopy, foreign_bytes
 from legroom.runtime.device import Copy, FileCopy, HostCopy
 from legroom.runtime.pinned import PinnedPool
