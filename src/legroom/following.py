@@ -260,7 +260,10 @@ class Following:
                 self._arrived.append((course, version, size, self._laid_out(trace, plan, reserve)))
                 return
 
-        self._asked.append(self._worker.submit(improve))
+        self._submit(improve)
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._asked.append(self._worker.submit(work))
         while self._asked and self._asked[0].done():
             self._hear(self._asked.popleft())
 
@@ -282,9 +285,7 @@ class Following:
                 way.courses.pop(next(iter(way.courses)))
             model = SizeModel(granularity_bytes=self._device.rounded(1))
             model.add(call.features, trace)
-            course = Course(
-                model, Responsive(model.template, self._hardware(), thorough=False), base, call.features, call.features
-            )
+            course = Course(model, self._responsive(model.template), base, call.features, call.features)
             way.courses[structure] = course
         else:
             before = course.model.template
@@ -292,9 +293,25 @@ class Following:
             course.base_bytes = max(course.base_bytes, base)
             course.met(call.features)
             if course.model.template != before:
-                course.responsive = Responsive(course.model.template, self._hardware(), thorough=False)
+                course.responsive = self._responsive(course.model.template)
             course.forget_plans()
+        self._make_thorough(course)
         way.course = course
+
+    def _responsive(self, template: Trace) -> Responsive:
+        return Responsive(template, self._hardware(), thorough=False)
+
+    def _make_thorough(self, course: Course) -> None:
+        """Small budgets need a better way down, which takes a second or two to find."""
+        version, template, hardware = course.version, course.model.template, self._hardware()
+
+        def make() -> None:
+            if version == course.version:
+                better = Responsive(template, hardware)
+                if version == course.version:
+                    course.responsive = better
+
+        self._submit(make)
 
     def ended(self, run: CalledStep, seconds: float) -> None:
         self._steps += 1

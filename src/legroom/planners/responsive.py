@@ -367,7 +367,7 @@ class _Way:
 class ResponsivePlanner:
     """The same as a planner: one size only, the one of the trace."""
 
-    thorough: bool = True
+    thorough: bool = False
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         plans = Responsive(trace, hardware, thorough=self.thorough)
