@@ -233,7 +233,7 @@ def test_a_bomb_and_a_nest_are_refused(files: Path, capsys: Printed) -> None:
     assert "nested too deeply" in complaint(capsys, "plan nest.json --budget 1GiB")
 
 
-def _mutate(document: Any, data: st.DataObject) -> None:
+def mutate(document: Any, data: st.DataObject) -> None:
     """Put something else at a random place of a parsed file."""
     strange = st.sampled_from(
         (None, True, -1, 0, 1, 2**31, 2**62, 2**70, 1e308, -0.5, "", "\ud800", "x" * 5000, [], {})
@@ -275,7 +275,7 @@ def assert_no_crash(capsys: Printed, command: str, *more: str) -> None:
 @given(st.data())
 def test_a_trace_file_that_was_tampered_with_never_crashes(files: Path, capsys: Printed, data: st.DataObject) -> None:
     document = json.loads(traceio.to_json(TRACE))
-    _mutate(document, data)
+    mutate(document, data)
     Path("bad.json").write_text(json.dumps(document))
     assert_no_crash(capsys, "plan bad.json --budget 1PiB")
 
@@ -284,7 +284,7 @@ def test_a_trace_file_that_was_tampered_with_never_crashes(files: Path, capsys: 
 @given(st.data())
 def test_a_plan_file_that_was_tampered_with_never_crashes(files: Path, capsys: Printed, data: st.DataObject) -> None:
     document = json.loads(Path("plan.json").read_text())
-    _mutate(document, data)
+    mutate(document, data)
     Path("bad.json").write_text(json.dumps(document))
     # A plan may be legal and yet above its budget: then the timeline was written.
     status = legroom("simulate trace.json.gz bad.json --json out.json")

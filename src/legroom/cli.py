@@ -19,7 +19,7 @@ from rich.table import Table
 from legroom import demo as demo_module
 from legroom import doctor as doctor_module
 from legroom import timeline, traceio
-from legroom.commands import comparing, planning, scatter, simulating
+from legroom.commands import comparing, planning, reporting, scatter, simulating
 from legroom.commands.arguments import budgets_in, check_targets, hardware_of, planners_of, read_plan, slowdown_of
 from legroom.commands.capturing import capture_script
 from legroom.compare import compare as compare_planners
@@ -154,7 +154,7 @@ def compare(
     """Let planners plan the same trace within the same budgets, and compare. Exit status 1 if none has any plan."""
     check_targets([json_path, plot_path], sources=[trace_path])
     if plot_path is not None:
-        scatter.check_matplotlib()
+        scatter.check_matplotlib("--plot")
     chosen = planners_of(planners)
     trace = traceio.load(trace_path)
     machine = hardware_of(hardware, trace)
@@ -206,6 +206,26 @@ def simulate(
             f"the plan's budget is {format_bytes(given.budget_bytes)}, but on {machine.name} it needs "
             f"{format_bytes(shown.peak_bytes)}; plan again for this machine"
         )
+
+
+@app.command()
+def report(
+    report_path: Annotated[Path, typer.Argument(metavar="REPORT", help="What room.report().to_json() gave.")],
+    html_path: Annotated[Path | None, typer.Option("--html", help="Also write a page with all of it here.")] = None,
+    png_path: Annotated[Path | None, typer.Option("--png", help="Also draw the plot here, as a PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what is drawn as JSON, not as text.")] = False,
+) -> None:
+    """Show what a room did, and draw the memory of its steps against the size of their inputs and the budget."""
+    check_targets([html_path, png_path], sources=[report_path])
+    if png_path is not None:
+        scatter.check_matplotlib("--png")
+    told = reporting.read_report(report_path)
+    if png_path is not None:
+        reporting.write_png(told, png_path)
+    if html_path is not None:
+        told.to_html(html_path)
+    lines = [str(told), *reporting.as_text(told)]
+    _put(reporting.as_json(told) if as_json else "".join(f"{line}\n" for line in lines), None)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

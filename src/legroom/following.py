@@ -320,6 +320,8 @@ class Following:
         if call is None or way is None or inner is None:
             return
         row = FollowedStep(call.features, _NAMES[type(inner)], seconds, self._planning_seconds, measured, 0)
+        if self.rung is not None and isinstance(inner, PlannedStep | LeftAlone):
+            row = replace(row, planner=self.rung.plan.planner, plan_peak_bytes=self.rung.peak_bytes)
         self._rows.append(row)
         course = way.course
         if course is None or not isinstance(inner, PlannedStep):

@@ -1,24 +1,29 @@
-"""One HTML page that needs nothing else: headings, tables, and bars and curves drawn as inline SVG.
+"""One HTML page that needs nothing else: headings, tables, and bars, curves and points drawn as inline SVG.
 
 Built as a tree, so that text is escaped in one place, by the library that writes the tree out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 MOST_POINTS = 800  # of a curve: more than a screen has columns for
+MOST_TICKS = 7  # of an axis
 _WIDTH, _HEIGHT = 800, 260
 _LABEL, _BAR, _ROW = 190, 410, 24  # what they leave of the width is for the value
+_LEFT, _TOP = 84, 8  # of a plot with axes: the figures beside it, and half of the uppermost one
+_ENTRIES = 4  # of a legend, in a row
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2733; --soft: #66717d; --line: #d5dae0; --paper: #fff;
-  --1: #2b6cb0; --2: #dd8b2f; --over: #c53030; }
+  --1: #2b6cb0; --2: #dd8b2f; --3: #8e44ad; --4: #2f8f5b; --over: #c53030; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ed; --soft: #98a3af; --line: #3a444f; --paper: #14191f;
-  --1: #63a4e6; --2: #e9a85a; --over: #f08080; } }
+  --1: #63a4e6; --2: #e9a85a; --3: #c39bd3; --4: #6fcf97; --over: #f08080; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 860px;
   margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.1em; margin: 2em 0 .4em; } p { margin: .4em 0; color: var(--soft); }
@@ -26,12 +31,18 @@ dl { display: flex; flex-wrap: wrap; gap: 1em 2em; margin: 1em 0; } dt { color: 
 dd { margin: 0; font-size: 1.4em; font-variant-numeric: tabular-nums; } dd.over { color: var(--over); }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; font-weight: 600; color: var(--soft); }
 th, td { padding: .25em 1em .25em 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; } .faint { fill: var(--line); }
-.one { fill: var(--1); } .frame { fill: none; stroke: var(--line); }
+svg { width: 100%; height: auto; overflow: visible; } svg text { fill: var(--ink); font-size: 13px; }
+.faint { fill: var(--line); } .one { fill: var(--1); } .frame { fill: none; stroke: var(--line); }
 .line-1, .line-2, .limit { fill: none; stroke-width: 1.5; }
 .line-1 { stroke: var(--1); stroke-width: 4; } .line-2 { stroke: var(--2); }
 .limit { stroke: var(--over); stroke-dasharray: 6 4; }
+.dot { stroke-width: 5; stroke-linecap: round; } .cross, .dash { fill: none; stroke-width: 1.2; }
+.colour-1 { stroke: var(--1); } .colour-2 { stroke: var(--2); } .colour-3 { stroke: var(--3); }
+.colour-4 { stroke: var(--4); } .ink { stroke: var(--ink); } .soft { stroke: var(--soft); }
+.grid { stroke: var(--line); }
 """
+Mark = Literal["dot", "cross", "dash"]
+_MARKS: dict[Mark, str] = {"dot": "M{x} {y}h0", "cross": "M{x} {y}m-5 -5l10 10m0 -10l-10 10", "dash": "M{x} {y}m-3 0h6"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,49 @@ class Bar:
 class Curve:
     label: str
     values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """Points that look alike."""
+
+    label: str
+    mark: Mark
+    colour: str  # a class of the style
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What runs along one side of a plot, from `low` to `high`."""
+
+    low: float
+    high: float
+    shown: Callable[[float], str]  # a value as people read it
+    scale: Literal["decimal", "binary", "log"] = "decimal"
+
+    def share(self, value: float) -> float:
+        """Where a value lies between the ends: 0 to 1."""
+        if self.scale == "log":
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Round values between the ends."""
+        if self.scale == "log":
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            found = [step * 10.0**power for power in range(first, last + 1) for step in (1, 2, 5)]
+            found = [value for value in found if self.low <= value <= self.high]
+            # Every third is of the same digit, so the thinned ones are evenly apart.
+            return found if len(found) <= MOST_TICKS else found[:: 3 * math.ceil(len(found) / 3 / MOST_TICKS)]
+        apart = (self.high - self.low) / (MOST_TICKS - 1)
+        if self.scale == "binary":
+            step = 2.0 ** math.ceil(math.log2(apart))
+        else:
+            power = 10.0 ** math.floor(math.log10(apart))
+            step = next(times * power for times in (1, 2, 5, 10) if times * power >= apart or times == 10)
+        start = math.ceil(self.low / step)
+        return [value for value in ((start + i) * step for i in range(MOST_TICKS)) if value <= self.high]
 
 
 class Page:
@@ -121,6 +175,53 @@ class Page:
             SubElement(svg, "line", {"class": "limit", "x1": "0", "x2": str(_WIDTH), "y1": y, "y2": y})
             self._legend(svg, 0, "limit", limit[0])
 
+    def scatter(
+        self,
+        title: str,
+        clouds: Sequence[Cloud],
+        *,
+        across: Axis,
+        up: Axis,
+        below: str,
+        limit: tuple[str, float] | None = None,
+    ) -> None:
+        """Points between two axes, the later clouds over the earlier ones, and a dashed line across at `limit`."""
+        entries = [(cloud.label, cloud) for cloud in clouds] + ([(limit[0], None)] if limit is not None else [])
+        bottom = _TOP + _HEIGHT
+        svg = self._svg(title, bottom + (2 - (-len(entries) // _ENTRIES)) * _ROW)
+
+        def x(value: float) -> float:
+            return _LEFT + across.share(value) * (_WIDTH - _LEFT - 1)
+
+        def y(value: float) -> float:
+            return bottom - up.share(value) * _HEIGHT
+
+        for value in up.ticks():
+            SubElement(svg, "line", {"class": "grid", **_ends(_LEFT, _WIDTH - 1, y(value))})
+            _add(svg, "text", up.shown(value), x=str(_LEFT - 8), y=_number(y(value) + 4), **{"text-anchor": "end"})
+        for value in across.ticks():
+            _add(svg, "text", across.shown(value), x=_number(x(value)), y=str(bottom + 18), **{"text-anchor": "middle"})
+        frame = {"x": str(_LEFT), "y": str(_TOP), "width": str(_WIDTH - _LEFT - 1), "height": str(_HEIGHT)}
+        SubElement(svg, "rect", {"class": "frame", **frame})
+        middle = (_LEFT + _WIDTH) // 2
+        _add(svg, "text", below, x=str(middle), y=str(bottom + 40), **{"text-anchor": "middle"})
+        for cloud in clouds:
+            # One path and each place once: thousands of steps fall on a few hundred.
+            places = dict.fromkeys((_number(x(a)), _number(y(b))) for a, b in cloud.points)
+            drawn = "".join(_MARKS[cloud.mark].format(x=a, y=b) for a, b in places)
+            SubElement(svg, "path", {"class": f"{cloud.mark} {cloud.colour}", "d": drawn})
+        if limit is not None:
+            SubElement(svg, "line", {"class": "limit", **_ends(_LEFT, _WIDTH - 1, y(limit[1]))})
+        for place, (label, entry) in enumerate(entries):
+            left = _LEFT + place % _ENTRIES * (_WIDTH - _LEFT) // _ENTRIES
+            line = bottom + 64 + place // _ENTRIES * _ROW
+            if entry is None:
+                SubElement(svg, "line", {"class": "limit", **_ends(left, left + 20, line - 4)})
+            else:
+                sample = _MARKS[entry.mark].format(x=left + 10, y=line - 4)
+                SubElement(svg, "path", {"class": f"{entry.mark} {entry.colour}", "d": sample})
+            _add(svg, "text", label, x=str(left + 26), y=str(line))
+
     @staticmethod
     def _legend(svg: Element, place: int, kind: str, label: str) -> None:
         x, y = place * _WIDTH // 3, _HEIGHT + 16
@@ -147,6 +248,10 @@ def printable(text: str) -> str:
 
 def _add(parent: Element, tag: str, text: str, **attributes: str) -> None:
     SubElement(parent, tag, attributes).text = printable(text)
+
+
+def _ends(left: float, right: float, y: float) -> dict[str, str]:
+    return {"x1": _number(left), "x2": _number(right), "y1": _number(y), "y2": _number(y)}
 
 
 def _number(value: float) -> str:

@@ -12,6 +12,7 @@ import legroom
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan, Swap, signature
+from legroom.report import Report, input_sizes
 from tests.runtime.test_opdb import recompute_all
 
 SHAPE = (64, 128)  # 32 KiB: large enough to be moved
@@ -108,3 +109,27 @@ def test_a_room_whose_plan_no_longer_fits_its_step_still_reports(tmp_path: Path)
     assert (report.planner, report.bytes_swapped, report.predicted_peak_bytes) == ("", 0, 0)
     assert str(report)
     report.to_html(tmp_path / "report.html")
+
+
+def test_steps_of_other_sizes_are_told_with_their_plans(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = [256, 192, 320, 224, 288, 200, 272, 240]
+    with legroom.fit(model, optimizer, budget="1GiB") as room:
+        for size in sizes:
+            with room.step():
+                model(torch.ones(size, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = room.report()
+    followed = report.followed
+    assert followed is not None
+    told = [step.features for step in followed.steps]
+    assert told == [(size, 64) for size in sizes[-len(told) :]]
+    assert input_sizes(followed.steps).label == "a of (a, 64)"
+    assert followed.courses()["planned"] >= 2
+    assert followed.prediction_error() == pytest.approx(0.0, abs=0.01)
+    assert Report.from_json(report.to_json()) == report
+    assert "a of (a, 64)" in str(report)
+    report.to_html(tmp_path / "report.html")
+    assert "measured, planned" in (tmp_path / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""Plans by peak and overhead: a plot for the terminal, and one as a PNG."""
+"""Plans by peak and overhead: a plot for the terminal, and one as a PNG. Also what other plots need for either."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import os
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module  # matplotlib is an extra
 from pathlib import Path
+from typing import Any
 
 from legroom.compare import Comparison, Row, front
 from legroom.errors import LegroomError, quote
@@ -37,30 +38,38 @@ def as_text(comparison: Comparison) -> list[str]:
         letter = letters[row.planner]
         grid[LINES - 1 - y][x] = letter.upper() if id(row) in best else letter
     out = ["overhead over keeping everything (logarithmic), by peak; capitals: nothing beats it in both"]
-    for number, cells in enumerate(grid):
-        share = LEAST * (top / LEAST) ** ((LINES - 1 - number) / (LINES - 1))
-        label = f"{'≤' if number == LINES - 1 else ''}{share:.1%}" if number % 3 == (LINES - 1) % 3 else ""
-        out.append(f"{label:>8} │{''.join(cells)}".rstrip())
-    ends = format_bytes(left), format_bytes(right)
-    out.append(f"{'':8} └{'─' * COLUMNS}")
-    out.append(f"{'':10}{ends[0]}{ends[1]:>{COLUMNS - len(ends[0])}}")
+    out += framed(
+        grid,
+        lambda share: f"{'' if share else '≤'}{LEAST * (top / LEAST) ** share:.1%}",
+        ends=(format_bytes(left), format_bytes(right)),
+    )
     shown = {row.planner: letters[row.planner] for row in rows}
     out.append("  ".join(f"{letter} {name}" for name, letter in shown.items()))
     return out
 
 
-def check_matplotlib() -> None:
+def framed(grid: Sequence[Sequence[str]], label: Callable[[float], str], *, ends: tuple[str, str]) -> list[str]:
+    """LINES of COLUMNS with both axes; `label` tells what a height is, from 0.0 at the bottom to 1.0 at the top."""
+    labels = {number: label((LINES - 1 - number) / (LINES - 1)) for number in range((LINES - 1) % 3, LINES, 3)}
+    width = max(8, *map(len, labels.values()))
+    out = [f"{labels.get(number, ''):>{width}} │{''.join(cells)}".rstrip() for number, cells in enumerate(grid)]
+    out.append(f"{'':{width}} └{'─' * COLUMNS}")
+    out.append(f"{'':{width + 2}}{ends[0]}{ends[1]:>{COLUMNS - len(ends[0])}}")
+    return out
+
+
+def check_matplotlib(option: str) -> None:
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
         raise LegroomError(
-            f"--plot needs matplotlib ({error}): pip install 'legroom[plot]', or leave --plot out, the terminal shows "
-            "the same plot"
+            f"{option} needs matplotlib ({error}): pip install 'legroom[plot]', or leave {option} out, the terminal "
+            "shows the same plot"
         ) from None
 
 
 def write_png(comparison: Comparison, path: Path) -> None:
-    """The same as a PNG, whole or not at all, whatever the name ends in."""
+    """The same as a PNG."""
     figure = import_module("matplotlib.figure").Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.add_subplot()
     rows = [row for row in comparison.rows if row.judged is not None]
@@ -80,6 +89,11 @@ def write_png(comparison: Comparison, path: Path) -> None:
     axes.set_ylabel(f"overhead over keeping everything, % ({LEAST:.1%} at least)")
     axes.set_title(f"plans for trace {comparison.trace_signature} on {comparison.hardware}".replace("$", r"\$"))
     axes.grid(alpha=0.3)
+    save_png(figure, path)
+
+
+def save_png(figure: Any, path: Path) -> None:
+    """A figure of matplotlib as a file, whole or not at all, whatever the name ends in."""
     picture = io.BytesIO()
     import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure).print_png(picture)  # needs no display
     scratch = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}")
