@@ -44,7 +44,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.children import append_row, run_child
+from bench.children import OVER, append_row, out_of_time, run_child
 from bench.measure import LEGROOM, Job, measure, needed_bytes
 from bench.meters import rounded_up
 from bench.peers import PEERS
@@ -59,6 +59,8 @@ SHARES = ("75%", "50%", "35%", "25%")
 DEFAULT_WORKLOADS = "gpt,gpt_batch4,resnet152,bert_lengths,vit,llama"
 QUICK_CONTENDERS = "plain,checkpoint,legroom@above,legroom@checkpoint,legroom@50%"
 ABOVE_PLAIN = 1.1
+# Of the environment: whether a profiler, once it has run, goes on slowing every launch.
+SETTINGS = ("TEARDOWN_CUPTI",)
 FAILURES: tuple[Status, ...] = ("error", "timeout", "killed")
 
 
@@ -157,7 +159,7 @@ class Session:
     def _run(self, job: Job) -> list[Row]:
         """One process; a row for each contender it got to, at least one."""
         if time.monotonic() > self.options.until:
-            return [Row(job.workload, c, "skipped", "the time for the whole run was over") for c in job.contenders]
+            return [Row(job.workload, c, "skipped", OVER) for c in job.contenders]
         ended = run_child(
             [sys.executable, str(Path(__file__).resolve()), "--one", job.to_json()],
             self.folder,
@@ -181,7 +183,10 @@ class Session:
         return self.results.of(workload).get(contender)
 
     def _keep(self, rows: Sequence[Row]) -> None:
-        self.results = self.results.with_rows(replace(row, run=self.run) for row in rows)
+        """A row that there was no time for replaces none that was measured before."""
+        known = {(row.workload, row.contender) for row in self.results.rows if row.ok}
+        new = [r for r in rows if not (out_of_time(r) and (r.workload, r.contender) in known)]
+        self.results = self.results.with_rows(replace(row, run=self.run) for row in new)
         write(self.path, self.results)
 
 
@@ -226,6 +231,7 @@ def conditions(arguments: Sequence[str], commit: str | None) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torchvision", "transformers", "torchtune")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **{name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
 
 

@@ -19,6 +19,7 @@ from bench.rows import Row, RowsError, Status, row_from
 from legroom.jsonio import Node
 
 _TAIL_CHARACTERS = 600
+OVER = "the time for the whole run was over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ def run_child(
     return Ended(rows, "ok", "")
 
 
+def out_of_time(row: Row) -> bool:
+    """There was no time to measure it, or to end measuring it."""
+    return row.status in ("skipped", "timeout") and row.detail.startswith(OVER)
+
+
 def append_row(path: Path, fields: dict[str, object]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(fields, allow_nan=False) + "\n")
@@ -83,7 +89,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, timeout_seconds: float, 
             if now - last > timeout_seconds:
                 return f"no result within {timeout_seconds:.0f} s"
             if now > until:
-                return "the time for the whole run was over"
+                return OVER
 
 
 def _rows(result: Path) -> tuple[Row, ...]:

@@ -2,7 +2,7 @@
 
     python bench/evaluator.py [--only gpt,vgg16] [--shares 75,50,25] [--limit 500] [--from bench/results/evaluator.json]
     python bench/evaluator.py --tiny
-    python bench/evaluator.py --render bench/results/evaluator.json
+    python bench/evaluator.py --render bench/results/evaluator.json [--budget bench/results/budget.json]
 
 Every model has a process of its own. In it the plain step is timed, then `legroom.fit` at each share of the range from
 the smallest peak to the plain peak, as a hard cap: steps until the plan has settled, then 20 that are timed by events
@@ -10,6 +10,8 @@ on the device; the median counts. The plain peak and the smallest one are read f
 one (`--traces`), which saves a process and a capture; otherwise they are measured first.
 
 Results are written after each process. `--from` takes an earlier file along, so that a long run can be made in parts.
+`--budget` takes along what `bench/budget.py` measured of the same models: each of its plans below the plain peak is a
+prediction that ran. Only rows of the newest commit in that file count, and of two rows the later one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
-from bench.children import run_child
+from bench.children import OVER, out_of_time, run_child
 from bench.measure import LEGROOM, Job
 from bench.record import SUFFIX
 from bench.rows import Results, Row, Status, read, write
@@ -45,16 +47,17 @@ STEPS, WARMUP_STEPS = 20, 8
 MEAN_TIME_ERROR, WORST_TIME_ERROR, WORST_PEAK_ERROR = 0.01, 0.03, 0.01
 GIB = 2**30
 _HEAD = (
-    "model", "budget", "GiB", "measured ms", "predicted ms", "error", "measured GiB", "predicted GiB", "error",
-    "steps", "notes",
+    "model", "budget", "GiB", "measured ms", "simulated ms", "error", "predicted ms", "error", "measured GiB",
+    "predicted GiB", "error", "steps", "notes",
 )  # fmt: skip
-_WORDS = (0, 10)
-_CURVES = ("predicted_curve", "measured_curve")  # thousands of figures that say nothing here
+_WORDS = (0, 12)
 _PREFACE = (
-    "Written by `python bench/evaluator.py`. Predicted is what the simulator says about the plan that ran; measured is "
-    "the median of single steps by events on the device, and the most that was allocated in any of them. Budgets are "
-    "shares of the range from the smallest peak to the plain peak, and hard caps on reserved memory. `plain` is the "
-    "step without legroom against the simulated step without any action."
+    "Written by `python bench/evaluator.py`. Simulated is what the simulator says about the plan that ran, from "
+    "op times and copies alone. Predicted is what the report says: the same, multiplied by how much longer the "
+    "first eight steps of that very plan took than was simulated. Measured is the median of single later steps by "
+    "events on the device, and the most that was allocated in any of them. Budgets are shares of the range from "
+    "the smallest peak to the plain peak, or a peer's cap in `bench/budget.py`, and hard caps on reserved memory. "
+    "`plain` is the step without legroom against the simulated step without any action."
 )
 
 
@@ -115,7 +118,7 @@ class Session:
     def _child(self, job: Job) -> list[Row]:
         """One process; a row for each contender it got to, at least one."""
         if time.monotonic() > self.options.until:
-            rows = [Row(job.workload, c, "skipped", "the time for the whole run was over") for c in job.contenders]
+            rows = [Row(job.workload, c, "skipped", OVER) for c in job.contenders]
             self._keep(rows)
             return rows
         ended = run_child(
@@ -135,29 +138,52 @@ class Session:
 
     def _keep(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            said = " ".join(filter(None, _cells(row, error_of(row)))) if row.ok else f"{row.status}: {row.detail}"
+            said = " ".join(filter(None, _cells(row))) if row.ok else f"{row.status}: {row.detail}"
             print(f"{row.workload} {row.contender}: {said} ({row.wall_seconds:.0f} s)", flush=True)
-        kept = [replace(r, run=self.run, report={k: v for k, v in r.report.items() if k not in _CURVES}) for r in rows]
-        self.results = self.results.with_rows(kept)
+        known = {(row.workload, row.contender) for row in self.results.rows if row.ok}
+        new = [row for row in rows if not (out_of_time(row) and (row.workload, row.contender) in known)]
+        self.results = self.results.with_rows(replace(row, run=self.run) for row in new)
         write(self.path, self.results)
+
+
+def with_budgets(results: Results, budgets: Results) -> Results:
+    """These results and the plans of recorded models that `bench/budget.py` ran below the plain peak."""
+    commit = budgets.runs[-1].get("commit") if budgets.runs else None
+    runs = (*results.runs, *budgets.runs)
+    rows = [*results.rows]
+    for row in budgets.rows:
+        planned = row.contender.startswith(LEGROOM) and row.contender != f"{LEGROOM}above"
+        newest = budgets.runs[row.run].get("commit") == commit
+        if row.workload in RECORDED and newest and (planned or row.contender == "plain") and not out_of_time(row):
+            rows.append(replace(row, run=row.run + len(results.runs)))
+    rows.sort(key=lambda row: str(runs[row.run].get("date", "")))
+    merged = Results(runs, ()).with_rows(rows).rows
+    used = sorted({row.run for row in merged})
+    return Results(tuple(runs[n] for n in used), tuple(replace(row, run=used.index(row.run)) for row in merged))
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
     """How far a prediction lies above what was measured, as shares; negative below."""
 
+    simulated: float  # of the time, before the plan's own first steps are heard
     time: float
     peak: float
 
 
-def error_of(row: Row, *, baseline_seconds: float = 0.0) -> Error | None:
-    """None where nothing was predicted. The plain step's prediction is another row's: what it says of no action."""
-    seconds = baseline_seconds or row.reported("predicted_step_seconds")
-    nbytes = row.reported("predicted_peak_bytes")
-    if not row.ok or not seconds or not row.median_ms or (row.report and not row.reported("planned_steps")):
+def simulated_seconds(row: Row, of: str = "predicted_step_seconds") -> float:
+    """A number of the report without the factor from measured steps."""
+    return row.reported(of) / (row.reported("pace") or 1.0)
+
+
+def error_of(row: Row) -> Error | None:
+    """None where nothing was predicted."""
+    seconds, nbytes = row.reported("predicted_step_seconds"), row.reported("predicted_peak_bytes")
+    if not row.ok or not seconds or not row.median_ms or not row.reported("planned_steps"):
         return None
+    measured = row.median_ms * 1e-3
     peak = nbytes / row.allocated_bytes - 1 if nbytes and row.allocated_bytes else 0.0
-    return Error(seconds * 1e3 / row.median_ms - 1, peak)
+    return Error(simulated_seconds(row) / measured - 1, seconds / measured - 1, peak)
 
 
 def errors(results: Results) -> dict[tuple[str, str], Error]:
@@ -169,35 +195,47 @@ def errors(results: Results) -> dict[tuple[str, str], Error]:
 def verdicts(results: Results) -> list[Verdict]:
     """Whatever was to run and has no prediction keeps every claim from being met."""
     found = errors(results)
-    without = [row for row in results.rows if row.contender != "plain" and (row.workload, row.contender) not in found]
-    times = {key: abs(error.time) for key, error in found.items()}
-    peaks = {key: abs(error.peak) for key, error in found.items()}
-    missing = f"; without a figure: {', '.join(f'{r.workload} {r.contender}' for r in without)}" if without else ""
-
-    def verdict(claim: str, value: float, limit: float, figures: str) -> Verdict:
-        if not found:
-            return Verdict("", claim, None, f"nothing measured{missing}")
-        return Verdict("", claim, value <= limit and not without, f"{value:.2%} {figures}{missing}")
-
-    mean = sum(times.values()) / len(times) if times else 0.0
-    slowest = max(times, key=lambda key: times[key], default=("", ""))
-    highest = max(peaks, key=lambda key: peaks[key], default=("", ""))
-    count = f"over {len(found)} plans of {len({name for name, _ in found})} models"
+    times = {key: error.time for key, error in found.items()}
     return [
-        verdict(f"predicted step time: mean error ≤ {MEAN_TIME_ERROR:.0%}", mean, MEAN_TIME_ERROR, count),
-        verdict(
-            f"predicted step time: worst error ≤ {WORST_TIME_ERROR:.0%}",
-            times.get(slowest, 0.0),
-            WORST_TIME_ERROR,
-            f"({' '.join(slowest)})",
-        ),
-        verdict(
-            f"predicted peak: worst error ≤ {WORST_PEAK_ERROR:.0%}",
-            peaks.get(highest, 0.0),
-            WORST_PEAK_ERROR,
-            f"({' '.join(highest)})",
-        ),
+        _mean(results, "predicted step time", times, MEAN_TIME_ERROR),
+        _worst(results, "predicted step time", times, WORST_TIME_ERROR),
+        _worst(results, "predicted peak", {key: error.peak for key, error in found.items()}, WORST_PEAK_ERROR),
     ]
+
+
+def beside(results: Results) -> list[Verdict]:
+    """What the claims do not say: how far off the simulator is by itself, and whether all models are there."""
+    found = errors(results)
+    simulated = {key: error.simulated for key, error in found.items()}
+    expected = TINY if set(results.workloads()) <= set(TINY) else RECORDED
+    counts = {name: sum(workload == name for workload, _ in found) for name in expected}
+    short = [f"{name} {count}" for name, count in counts.items() if count < len(SHARES)]
+    figures = f"of {len(expected)} models; fewer: {', '.join(short)}" if short else f"{len(expected)} models"
+    return [
+        _mean(results, "simulated step time", simulated, MEAN_TIME_ERROR),
+        _worst(results, "simulated step time", simulated, WORST_TIME_ERROR),
+        Verdict("", f"every model at {len(SHARES)} budgets", not short, figures),
+    ]
+
+
+def _mean(results: Results, what: str, of: dict[tuple[str, str], float], limit: float) -> Verdict:
+    value = sum(map(abs, of.values())) / max(1, len(of))
+    figures = f"over {len(of)} plans of {len({name for name, _ in of})} models"
+    return _verdict(results, f"{what}: mean error ≤ {limit:.0%}", value, limit, figures)
+
+
+def _worst(results: Results, what: str, of: dict[tuple[str, str], float], limit: float) -> Verdict:
+    key = max(of, key=lambda key: abs(of[key]), default=("", ""))
+    return _verdict(results, f"{what}: worst error ≤ {limit:.0%}", abs(of.get(key, 0.0)), limit, f"({' '.join(key)})")
+
+
+def _verdict(results: Results, claim: str, value: float, limit: float, figures: str) -> Verdict:
+    found = errors(results)
+    without = [row for row in results.rows if row.contender != "plain" and (row.workload, row.contender) not in found]
+    missing = f"; without a figure: {', '.join(f'{r.workload} {r.contender}' for r in without)}" if without else ""
+    if not found:
+        return Verdict("", claim, None, f"nothing measured{missing}")
+    return Verdict("", claim, value <= limit and not without, f"{value:.2%} {figures}{missing}")
 
 
 def lines(results: Results) -> Iterator[tuple[str, ...]]:
@@ -205,19 +243,22 @@ def lines(results: Results) -> Iterator[tuple[str, ...]]:
         rows = results.of(workload)
         planned = [row for row in rows.values() if row.ok and row.reported("baseline_seconds")]
         for row in rows.values():
+            # What is simulated of the plain step stands in the rows beside it.
             plain = row.contender == "plain" and planned
-            seconds = planned[0].reported("baseline_seconds") if plain else 0.0
-            yield _cells(row, error_of(row, baseline_seconds=seconds), predicted_seconds=seconds)
+            yield _cells(row, baseline_seconds=simulated_seconds(planned[0], "baseline_seconds") if plain else 0.0)
 
 
-def _cells(row: Row, error: Error | None, *, predicted_seconds: float = 0.0) -> tuple[str, ...]:
-    seconds = predicted_seconds or row.reported("predicted_step_seconds")
+def _cells(row: Row, *, baseline_seconds: float = 0.0) -> tuple[str, ...]:
+    error = error_of(row)
+    simulated, seconds = baseline_seconds or simulated_seconds(row), row.reported("predicted_step_seconds")
     peak = row.reported("predicted_peak_bytes")
     return (
         row.workload,
         row.contender.removeprefix(LEGROOM),
         f"{row.cap_bytes / GIB:.2f}" if row.cap_bytes else "",
         f"{row.median_ms:.1f}" if row.ok else "",
+        f"{simulated * 1e3:.1f}" if row.ok and simulated else "",
+        f"{simulated * 1e3 / row.median_ms - 1:+.2%}" if row.ok and simulated else "",
         f"{seconds * 1e3:.1f}" if row.ok and seconds else "",
         f"{error.time:+.2%}" if error is not None else "",
         f"{row.allocated_bytes / GIB:.2f}" if row.ok else "",
@@ -247,16 +288,18 @@ def page(results: Results) -> str:
         out.append(f"```console\n$ {run.get('command', '')}\n```")
     out.append(tables.markdown(_HEAD, list(lines(results)), words=_WORDS))
     out.append("## What must hold")
-    found = [(verdict.claim, verdict.word, verdict.figures) for verdict in verdicts(results)]
+    found = [(verdict.claim, verdict.word, verdict.figures) for verdict in (*verdicts(results), *beside(results))]
     out.append(tables.markdown(("claim", "", "figures"), found, words=(0, 1, 2)))
     return "\n\n".join(out) + "\n"
 
 
-def render(path: Path) -> Results:
+def render(path: Path, *, budgets: Path | None = None) -> Results:
+    if budgets is not None:
+        write(path, with_budgets(read(path) if path.exists() else Results((), ()), read(budgets)))
     results = read(path)
     path.with_suffix(".md").write_text(page(results), encoding="utf-8")
     print(f"\n{tables.text(_HEAD, list(lines(results)), words=_WORDS)}\n")
-    for verdict in verdicts(results):
+    for verdict in (*verdicts(results), *beside(results)):
         print(f"{verdict.word:12} {verdict.claim}: {verdict.figures}")
     return results
 
@@ -284,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for the whole run")
     parser.add_argument("--traces", type=Path, default=ROOT / "tests" / "traces", help="default: tests/traces")
     parser.add_argument("--from", dest="earlier", type=Path, help="an earlier results file to go on from")
+    parser.add_argument("--budget", type=Path, help="results of bench/budget.py to take along")
     parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, with --tiny cpu")
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "evaluator.json")
@@ -294,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.render:
-        render(parsed.render)
+        render(parsed.render, budgets=parsed.budget)
         return 0
     earlier = read(parsed.earlier) if parsed.earlier else Results((), ())
     options = Options(
@@ -313,7 +357,7 @@ def main(arguments: Sequence[str]) -> int:
         session = Session(options, results, parsed.json, Path(folder))
         for name in parsed.only or (TINY if parsed.tiny else RECORDED):
             session.model(name)
-    render(parsed.json)
+    render(parsed.json, budgets=parsed.budget)
     return 1 if any(row.status in budget.FAILURES for row in session.results.rows if row.run == session.run) else 0
 
 

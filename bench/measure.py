@@ -26,6 +26,7 @@ LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
 # the report predicts: none of them may be among those that are compared with the prediction.
 LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 32, 40
 FEWEST_STEPS = 3
+LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows
 # The cap is on reserved memory, of which a plan leaves a few percent between blocks: the smallest peak is tried first.
 SMALLEST_TRIES = (1.0, 1.02, 1.035, 1.06, 1.1)
 CAP_OVER_PEAK = 1.03
@@ -197,7 +198,8 @@ class _Bench:
         self.floor_bytes = report.floor_bytes or self.floor_bytes
         # Where the device does not count, legroom's own reading of the allocator's log has to do.
         allocated = row.allocated_bytes or report.planned_peak_bytes or report.peak_bytes
-        return replace(row, setup_seconds=setup_seconds, allocated_bytes=allocated, report=json.loads(report.to_json()))
+        told = {name: value for name, value in json.loads(report.to_json()).items() if name not in LONG}
+        return replace(row, setup_seconds=setup_seconds, allocated_bytes=allocated, report=told)
 
     def _budget_bytes(self, what: str) -> int:
         if what == "above":

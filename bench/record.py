@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import tables
 from bench.budget import environment
-from bench.children import append_row, run_child
+from bench.children import OVER, append_row, run_child
 from bench.measure import MOST_LEFT_BYTES
 from bench.meters import Meter, meter_for
 from bench.rows import Row, Status
@@ -128,7 +128,7 @@ def run(names: Sequence[str], device: str, folder: Path, *, timeout_seconds: flo
     with tempfile.TemporaryDirectory() as scratch:
         while rest := names[len(rows) :]:
             if time.monotonic() > until:
-                rows += [Row(name, "capture", "skipped", "the time for the whole run was over") for name in rest]
+                rows += [Row(name, "capture", "skipped", OVER) for name in rest]
                 break
             ended = run_child(
                 [*command, json.dumps([list(rest), str(folder)])],
