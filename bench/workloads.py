@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +145,70 @@ def _bert(batch: int, lengths: list[int], device: str) -> Workload:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Workload(model, optimizer, loss, list(model.bert.encoder.layer), varies=len(lengths) > 1)
+
+
+def bert_at(
+    lengths: Sequence[int],
+    *,
+    batch: int = 64,
+    layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 30522,
+    device: str = "cuda",
+) -> Workload:
+    """BERT-base unless said otherwise; step i has the i-th of these lengths."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64), max_position_embeddings=max(512, *lengths),
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).to(device)
+    ids = torch.randint(vocabulary - 2, (batch * max(lengths),), device=device)
+    labels = torch.randint(2, (batch,), device=device)
+
+    def loss(step: int) -> Tensor:
+        length = lengths[step % len(lengths)]
+        # Cut from one row: a batch lies in one piece at any length, as one from a loader does.
+        given = ids[: batch * length].view(batch, length)
+        with _bfloat16(device):
+            return model(input_ids=given, labels=labels).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Workload(model, optimizer, loss, list(model.bert.encoder.layer), varies=True)
+
+
+def t5_at(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    batch: int = 16,
+    layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 32128,
+    device: str = "cuda",
+) -> Workload:
+    """T5-base unless said otherwise; step i has the i-th of these lengths of source and target."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=vocabulary, d_model=width, d_kv=min(64, width), d_ff=4 * width, num_layers=layers,
+        num_heads=max(1, width // 64), decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).to(device)
+    sources = torch.randint(2, vocabulary, (batch * max(source for source, _ in lengths),), device=device)
+    targets = torch.randint(2, vocabulary, (batch * max(target for _, target in lengths),), device=device)
+
+    def loss(step: int) -> Tensor:
+        source, target = lengths[step % len(lengths)]
+        # In one piece at any length, as above; the model asks for that, too.
+        ids, labels = sources[: batch * source].view(batch, source), targets[: batch * target].view(batch, target)
+        with _bfloat16(device):
+            return model(input_ids=ids, labels=labels).loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    blocks = [*model.encoder.block, *model.decoder.block]
+    return Workload(model, optimizer, loss, blocks, varies=True)
 
 
 def vit(*, batch: int = 128, pixels: int = 224, device: str = "cuda") -> Workload:
