@@ -46,7 +46,7 @@ READS, WRITES, REPLAYABLE, OP = 0, 1, 2, 4
 READ_VALUE, READ_FROM, READ_UNTIL, READ_FIRST, READ_STOP, READ_WRITER, READ_BYTES, READ = 0, 1, 2, 3, 4, 5, 6, 8
 # The gaps of a value written are those that it stands in.
 WRITE_VALUE, WRITE_BEFORE, WRITE_FIRST, WRITE_STOP, WRITE_BYTES, WRITE = 0, 1, 2, 3, 4, 8
-NS, ISSUE_NS, WORKSPACE, BY_ITSELF, COST = 0, 1, 2, 3, 4
+NS, ISSUE_NS, WORKSPACE, COST = 0, 1, 2, 3
 NONE = 2**32 - 1  # no op, no value
 # Values, as stamps: the last replay that made it and still has it, and the last use.
 MADE, LAST_USE, USE = 0, 1, 2

@@ -103,7 +103,7 @@ def pack(tables: Tables) -> Packed:
     gaps, values = tables.gaps, tables.values
     starts, ends, firsts = (gaps[:, c].astype(np.uint32) for c in (t.G_START, t.G_END, t.G_FIRST))
     targets = gaps[:, t.G_VALUE].copy()
-    links, costs = (t.O_READS, t.O_WRITES, t.O_REPLAYABLE), (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE, t.O_ALONE)
+    links, costs = (t.O_READS, t.O_WRITES, t.O_REPLAYABLE), (t.O_NS, t.O_ISSUE_NS, t.O_WORKSPACE)
     read = values[tables.reads]
     nowhere = read[:, t.V_UNTIL] < 0
     since = np.where(nowhere, k.NONE, read[:, t.V_FROM])

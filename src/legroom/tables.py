@@ -29,8 +29,8 @@ G_STORAGE, G_START, G_END, G_VALUE, G_BYTES, G_FIRST, G_OUT, G_IN, G_COLUMNS = 0
 # A value stands in memory from tick V_FROM to V_UNTIL (both inclusive), where gaps V_FIRST .. V_STOP - 1 do not take it
 # out.
 V_WRITER, V_BYTES, V_FROM, V_UNTIL, V_FIRST, V_STOP = 0, 1, 2, 3, 4, 5
-# One row more than ops. O_ALONE: what memory rises by when the op is replayed by itself.
-O_NS, O_ISSUE_NS, O_WORKSPACE, O_REPLAYABLE, O_READS, O_WRITES, O_ALONE, O_COLUMNS = 0, 1, 2, 3, 4, 5, 6, 7
+# One row more than ops.
+O_NS, O_ISSUE_NS, O_WORKSPACE, O_REPLAYABLE, O_READS, O_WRITES, O_COLUMNS = 0, 1, 2, 3, 4, 5, 6
 T_LEVEL, T_PEAK = 0, 1  # tick
 X_COMPUTE, X_HOST, X_ISSUE = 0, 1, 2  # what a run of ops does to the lanes: see `lane_effect`
 # Rates.
@@ -158,12 +158,11 @@ def _op_rows(trace: Trace, ids: dict[Value, int]) -> tuple[Ints, Ints, Ints]:
                 int(op.why_not == ""),
                 len(reads),
                 len(writes),
-                sum(trace.storages[storage].nbytes for storage, _ in op.writes) + op.workspace_bytes,
             )
         )
         reads.extend(ids[value] for value in dict.fromkeys(op.reads))
         writes.extend((ids[s, version], ids[s, version - 1] if version else -1) for s, version in op.writes)
-    rows.append((0, 0, 0, 0, len(reads), len(writes), 0))
+    rows.append((0, 0, 0, 0, len(reads), len(writes)))
     return np.array(reads, dtype=np.int64), _rows(writes, 2), _rows(rows, O_COLUMNS)
 
 

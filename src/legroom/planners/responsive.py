@@ -73,7 +73,6 @@ class Resizable(Evaluator):
         self._of_gap = tables.gaps[:, t.G_STORAGE].copy()
         self._of_read = storage_of[tables.reads]
         self._of_write = storage_of[tables.writes[:, 0]]
-        self._first_write = tables.ops[:, t.O_WRITES].copy()
         self._issued = np.concatenate([[0], np.cumsum(tables.ops[:-1, t.O_ISSUE_NS])])
         bounds = np.array([0, *(tick.op for tick in trace.ticks), len(trace.ops)])
         self._segments = np.flatnonzero(bounds[1:] > bounds[:-1])  # those with ops; the others do nothing to the lanes
@@ -98,14 +97,11 @@ class Resizable(Evaluator):
         self._copies[:, k.IN_NS] = (of_gaps * rates[t.R_IN]).astype(np.int64) + latency
         self._heights[:, k.LEVEL] = numbers.level_bytes
         self._heights[:, k.TOP] = np.maximum(numbers.peak_bytes, numbers.level_bytes)  # as with_numbers() does
-        written = nbytes[self._of_write]
         self._read_bytes[:] = nbytes[self._of_read]
-        self._write_bytes[:] = written
+        self._write_bytes[:] = nbytes[self._of_write]
         ns = np.rint(numbers.seconds * 1e9).astype(np.int64)
         self._costs[:, k.NS] = ns
         self._costs[:, k.WORKSPACE] = numbers.workspace_bytes
-        before = np.concatenate([[0], np.cumsum(written)])[self._first_write]
-        self._costs[:, k.BY_ITSELF] = before[1:] - before[:-1] + numbers.workspace_bytes
         self._pass_segments(ns)
         self.trace = replace(self.trace, head_peak_bytes=int(numbers.head_peak_bytes))
         # What replays cost is remembered there, and the walk of the last evaluation has it too.
