@@ -21,7 +21,7 @@ from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.ladder import Features, Ladder, rounded_up
+from legroom.ladder import Features, Ladder, covers, rounded_up
 from legroom.plan import Plan, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
@@ -42,6 +42,7 @@ MOST_SHELTERED = 10  # steps for one op sequence
 MEASURED_STEPS = 2  # of a course, the first ones; from the 64th on every power of two
 FIRST_CHECK = 64
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
+CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
 REMEMBERED_STEPS = 4096
 AT_ONCE = "responsive"  # the planner whose plans are replaced
@@ -56,6 +57,7 @@ class Rung:
     schedule: Schedule
     program: Program
     peak_bytes: int
+    proven: set[Features] = field(default_factory=set)  # sizes at which all its replays gave the same bits
 
 
 @dataclass(slots=True)
@@ -70,12 +72,17 @@ class Course:
     ladder: Ladder[Rung] = field(default_factory=lambda: Ladder(most=MOST_RUNGS))
     asked: set[Features] = field(default_factory=set)  # of the planner, done or not
     planned: int = 0
+    refuses: bool = True  # whether its floor is one
+    recorded: set[Features] = field(default_factory=set)  # sizes at which every op was proven
+    ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
+    peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)  # by the plan's size and the input's
     version: int = 0  # plans of another one were made from what is no longer believed
 
     def forget_plans(self) -> None:
         self.version += 1
         self.ladder.clear()
         self.asked.clear()
+        self.peaks.clear()
 
     def improve(self, edge: Features, rung: Rung) -> None:
         """Put a plan in the place of those that were made at once for sizes that it is for."""
@@ -106,6 +113,8 @@ class Way:
     sheltered: int = 0
     drifts: deque[int] = field(default_factory=lambda: deque(maxlen=DRIFTS))
     reactive_until: int = 0
+    # Sizes that a sheltered step could not bring inside, and what was alive before it.
+    refused: list[tuple[Features, int]] = field(default_factory=list)
 
 
 class Following:
@@ -117,12 +126,15 @@ class Following:
         budget_bytes: int,
         usable_bytes: Callable[[], int],
         planner: Planner,
+        priced: bool,
         hardware: Callable[[], Hardware],
     ) -> None:
+        """priced: the planner takes less than it may, so that keeping everything is not the end of it."""
         self._setting = setting
         self._budget_bytes = budget_bytes
         self._usable_bytes = usable_bytes
         self._planner = quick(planner)  # plans are many, and made while the program trains
+        self._priced = priced
         self._hardware = hardware
         self._device = setting.ledger.device
         self._ways: dict[object, Way] = {}
@@ -179,27 +191,35 @@ class Following:
             way = self._ways[call.kind] = Way()
         self._call, self._way = call, way
         self._alive_bytes = self._setting.alive_bytes()
+        for features, alive in way.refused:
+            if covers(call.features, features) and self._alive_bytes >= alive:
+                raise too_large(call.features, 0, self._budget_bytes)
         course = way.course
         if self._steps < way.reactive_until:
             return ReactiveStep(self._setting)
         if course is None or not course.model.knows(call.features):
-            room_left = way.sheltered < MOST_SHELTERED * max(1, len(way.courses))
-            if room_left and (course is None or course.model.wants_more()) and profiler_is_free():
-                way.sheltered += 1
-                return ShelteredStep(self._setting, proving=True, trusting=True)
+            if course is None or course.model.wants_more():
+                return self._unknown(way)
             fallbacks["sizes that cannot be told from the input: the step ran under the reactive policy"] += 1
             return ReactiveStep(self._setting)
         more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
-        return self._planned(course, call.features, more)
+        return self._planned(way, course, call.features, more)
 
-    def _planned(self, course: Course, features: Features, more_bytes: int) -> Decided:
+    def _unknown(self, way: Way) -> Decided:
+        if way.sheltered < MOST_SHELTERED * max(1, len(way.courses)) and profiler_is_free():
+            way.sheltered += 1
+            return ShelteredStep(self._setting, proving=True, trusting=True)
+        self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
+        return ReactiveStep(self._setting)
+
+    def _planned(self, way: Way, course: Course, features: Features, more_bytes: int) -> Decided:
         found = course.ladder.find(features)
-        if found is not None and found[1].peak_bytes + more_bytes <= self._budget_bytes:
+        if found is not None and self._peak(course, features, *found) + more_bytes <= self._budget_bytes:
             edge, rung = found
         else:
             made = self._made_at_once(course, features, more_bytes)
             if made is None:
-                return ReactiveStep(self._setting)
+                return self._unknown(way)
             edge, rung = features, made
             course.put(features, rung)
         self._ask_for_better(course, features, edge, rung)
@@ -207,9 +227,13 @@ class Following:
         if rung.program.idle and self._may_idle and rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY:
             return LeftAlone()
         replayed = rung.program.replayed_storages
-        check = replayed[course.planned % len(replayed)] if replayed else -1
+        proven = features in rung.proven or features in course.recorded
+        checks = (
+            frozenset(replayed[course.planned % len(replayed)] for _ in replayed[:1]) if proven else frozenset(replayed)
+        )
         measure = course.planned < MEASURED_STEPS or (course.planned >= FIRST_CHECK and course.planned.bit_count() == 1)
-        return PlannedStep(self._setting, rung.program, check=check, measure=measure)
+        # Ops were proven at other sizes: at this one, replays are used once they have been seen to give the same bits.
+        return PlannedStep(self._setting, rung.program, checks=checks, wait=not proven, measure=measure)
 
     def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
         numbers = course.model.predict(features)
@@ -222,10 +246,22 @@ class Following:
                 plan = Plan(decisions, signature(trace), AT_ONCE, target, 0, 0.0, ())
                 return self._laid_out(trace, plan, reserve)
         floor = floor_bytes(with_numbers(course.model.template, numbers)) + more_bytes
-        if floor - reserve > self._budget_bytes:
+        ran = any(covers(other, features) for other in course.ran)
+        if course.refuses and floor - reserve > self._budget_bytes * CERTAIN and not ran:
             raise too_large(features, floor, self._budget_bytes)
-        self._setting.fallbacks["no plan fits an input of this size: the step ran under the reactive policy"] += 1
         return None
+
+    def _peak(self, course: Course, features: Features, edge: Features, rung: Rung) -> int:
+        """Of a plan for a larger input, at this one: where something falls as the input grows, it may be the more."""
+        if edge == features:
+            return rung.peak_bytes
+        peak = course.peaks.get((edge, features))
+        if peak is None:
+            if len(course.peaks) >= REMEMBERED_STEPS:
+                course.peaks.clear()
+            peak = course.responsive.peak_bytes(course.model.predict(features), rung.plan.decisions)
+            peak = course.peaks[edge, features] = peak + course.model.reserve_bytes()
+        return peak
 
     def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int) -> Rung:
         schedule = lower(trace, plan, self._hardware())
@@ -238,14 +274,13 @@ class Following:
     # in the background
 
     def _ask_for_better(self, course: Course, features: Features, edge: Features, rung: Rung) -> None:
-        goal = course.edge_for(features)
-        if rung.program.idle or goal in course.asked:
+        model, goal = course.model, course.edge_for(features)
+        if (rung.program.idle and not self._priced) or goal in course.asked or features in course.asked:
             return
         if rung.plan.planner != AT_ONCE and all(e <= LOOSE * f for e, f in zip(edge, features, strict=True)):
             return
-        course.asked.add(goal)
-        model = course.model
         sizes = [size for size in dict.fromkeys((goal, features)) if model.knows(size)]
+        course.asked.add(sizes[0])
         template, reserve = model.template, model.reserve_bytes()
         at = [(size, model.predict(size)) for size in sizes]
         target, version = self._usable_bytes() - reserve, course.version
@@ -274,8 +309,8 @@ class Following:
 
     # afterwards
 
-    def learn(self, call: Call, trace: Trace, alive_bytes: int) -> None:
-        """From a recorded step that began with this call."""
+    def learn(self, call: Call, trace: Trace, alive_bytes: int, peak_bytes: int) -> None:
+        """From a recorded step that began with this call. alive_bytes: before it. peak_bytes: measured."""
         way = self._ways.setdefault(call.kind, Way())
         structure = structure_of(trace)
         course = way.courses.get(structure)
@@ -295,6 +330,10 @@ class Following:
             if course.model.template != before:
                 course.responsive = self._responsive(course.model.template)
             course.forget_plans()
+        # Where backward runs after the step, the trace does not show that what was saved could be away.
+        course.refuses = course.refuses and floor_bytes(trace) <= peak_bytes * CERTAIN
+        course.recorded.add(call.features)
+        course.ran.append(call.features)
         self._make_thorough(course)
         way.course = course
 
@@ -335,6 +374,9 @@ class Following:
             return
         course.planned += 1
         course.met(call.features)
+        course.ran.append(call.features)
+        if self.rung is not None and not inner.executor.mismatch:
+            self.rung.proven.add(call.features)
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))
@@ -345,6 +387,13 @@ class Following:
             if measured > self._budget_bytes:
                 self._setting.fallbacks["a planned step took more than the budget: planned again"] += 1
                 self.forget_plans()
+
+    def refused(self) -> None:
+        """The sheltered step that just ended did not fit, and was taken back."""
+        if self._way is not None and self._call is not None:
+            self._way.sheltered -= 1
+            refused = self._call.features, self._alive_bytes
+            self._way.refused = [*self._way.refused, refused][-MOST_COURSES:]
 
     def ran_out(self, inner: Decided | None) -> None:
         """A planned step ran out of memory: plan for less from now on."""
@@ -383,8 +432,9 @@ class Following:
 
 def too_large(features: Features, floor: int, budget: int) -> BudgetError:
     sizes = ", ".join(map(str, features))
+    needs = format_bytes(floor) if floor else "no less than one that was refused before,"
     return BudgetError(
-        f"an input of sizes ({sizes}) needs {format_bytes(floor)} even with everything saved moved out, the budget is "
+        f"an input of sizes ({sizes}) needs {needs} even with everything saved moved out, the budget is "
         f"{format_bytes(budget)}. Nothing was changed: skip this batch, cut it, or raise the budget",
         budget_bytes=budget,
         floor_bytes=floor,

@@ -99,9 +99,8 @@ def fit(
     budget_bytes = parse_bytes(budget) if budget is not None else total - foreign
     check_budget(budget_bytes, model, optimizer, device_type, total=total, foreign=foreign)
     given = given_plan(plan)
-    return Room(
-        model, optimizer, budget_bytes, chosen, given, open_device(device_type, spill_dir, host_budget), spill_dir
-    )
+    opened = open_device(device_type, spill_dir, host_budget)
+    return Room(model, optimizer, budget_bytes, chosen, given, opened, spill_dir, priced=max_slowdown is not None)
 
 
 def _least(planner: Planner, max_slowdown: float, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -149,12 +148,16 @@ class Room:
         given: Plan | None,
         device: Device,
         spill_dir: str | os.PathLike[str] | None,
+        *,
+        priced: bool = False,
     ) -> None:
+        """priced: the planner takes as little as a slowdown buys, not what the budget allows."""
         self.budget_bytes = budget_bytes
         self.trace: Trace | None = None
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self._planner = planner
+        self._priced = priced
         self._given = given
         self._spill_dir = os.fspath(spill_dir) if spill_dir is not None else None
         self._device = device
@@ -181,7 +184,8 @@ class Room:
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
         self._call: Call | None = None  # of the last step, the first one
-        self._recorded: tuple[Call, Trace, int] | None = None  # the last recorded step, if it began with that call
+        # The last recorded step, if it began with that call: what was alive before it, and its peak.
+        self._recorded: tuple[Call, Trace, int, int] | None = None
         self._following: Following | None = None  # once inputs are seen to vary
         self._inputs: tuple[Signature, ...] = ()  # of the last planned step
         self._same_inputs = False  # and of the one before it
@@ -244,7 +248,7 @@ class Room:
             self._sheltered_since_drift = SHELTERED_STEPS - 1
             return self._begin()
         replayed = self._program.replayed_storages
-        check = replayed[self._planned % len(replayed)] if replayed else -1
+        checks = frozenset(replayed[self._planned % len(replayed)] for _ in replayed[:1])
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
         if self._watch is not None and self._program.idle and self._device.has_cap:
@@ -253,7 +257,7 @@ class Room:
             idle = roomy and known and self._may_idle and not (measure or foreign or self._drifts)
             if idle:
                 return IdleStep(self._setting, self._program, self._watch, self._inputs)
-        return PlannedStep(self._setting, self._program, check=check, measure=measure)
+        return PlannedStep(self._setting, self._program, checks=checks, measure=measure)
 
     def _hear_of_checks(self, *, wait: bool) -> None:
         while self._compared and (wait or self._compared[0].known()):
@@ -296,9 +300,12 @@ class Room:
         if run.needed_bytes() > self.budget_bytes:
             error = over_budget(self.budget_bytes, run, self._sizes())
             run.undo.restore()
+            if self._following is not None:
+                self._following.refused()
             raise error
         run.undo.forget()
-        if self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until:
+        early = self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until
+        if early and self._following is None:
             return
         try:
             trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type)
@@ -306,7 +313,7 @@ class Room:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
             return
         if run.began_with_call and self._call is not None:
-            self._recorded = self._call, trace, run.alive_bytes
+            self._recorded = self._call, trace, run.alive_bytes, run.curve.measured_peak_bytes
         if self._following is None:
             self._plan_for(trace)
         elif self._recorded is not None:
@@ -319,6 +326,9 @@ class Room:
         watch = self._watch
         if watch is None or watch.elsewhere or watch.under_hooks or not watch.calls:
             return
+        if not self._alike(watch):
+            watch.under_hooks = True  # sizes of later calls are not known at the first
+            return
         before, self._call = self._call, call_of(watch.calls[0], self._setting.device_type)
         if before is None or self._call is None or self._given is not None or self._following is not None:
             return
@@ -328,6 +338,7 @@ class Room:
                 self.budget_bytes,
                 self._usable_bytes,
                 self._planner,
+                self._priced,
                 partial(probe, self._setting.device_type, self._spill_dir),
             )
             self._program = None
@@ -339,9 +350,8 @@ class Room:
         following, inner = self._following, run.inner
         assert following is not None and self._watch is not None
         following.ended(run, seconds)
-        if inner is None or self._watch.elsewhere or self._watch.under_hooks:
-            # Nothing was seen of this step, and nothing put in its way.
-            self._setting.fallbacks["the model was called elsewhere or under other hooks: inputs not followed"] += 1
+        if inner is None or self._watch.elsewhere or self._watch.under_hooks or not self._alike(self._watch):
+            self._setting.fallbacks["the step does not follow from the first call of the model: not followed"] += 1
             self._stop_following()
             return
         self._call = call_of(self._watch.calls[0], self._setting.device_type)
@@ -362,8 +372,10 @@ class Room:
             case LeftAlone():
                 self._planned += 1
                 self._seconds.append(seconds)
-        if following.rung is not None:
-            self.trace, self.plan = following.rung.trace, following.rung.plan
+        rung = following.rung
+        if rung is not None and rung.plan is not self.plan:
+            self.trace, self.plan, self._schedule, self.timeline = rung.trace, rung.plan, rung.schedule, None
+            self._measured_curve = ()
 
     def _sizes(self) -> tuple[int, ...]:
         """Of the inputs of this step, where they vary."""
@@ -371,6 +383,11 @@ class Room:
             return ()
         call = call_of(self._watch.calls[0], self._setting.device_type)
         return call.features if call is not None else ()
+
+    def _alike(self, watch: InputWatch) -> bool:
+        """Whether all calls of the model were the same, sizes included."""
+        calls = {call_of(call, self._setting.device_type) for call in watch.calls}
+        return len(calls) == 1
 
     def _stop_following(self) -> None:
         if self._following is not None:
@@ -419,8 +436,7 @@ class Room:
                 budget_bytes=self.budget_bytes,
                 floor_bytes=self._floor,
             )
-        self.timeline = simulate(trace, schedule, hardware)
-        self._baseline_seconds = simulate(trace, Schedule((), schedule.trace_signature), hardware).seconds
+        self._predict(trace, schedule, hardware)
         self.plan = plan
         self._schedule = schedule
         self._program = Program(trace, schedule)
@@ -432,6 +448,11 @@ class Room:
         self._pace.new_plan()
         self._calibrated = False
         self._measured_curve = ()
+
+    def _predict(self, trace: Trace, schedule: Schedule, hardware: Hardware) -> None:
+        self._floor = floor_bytes(trace)
+        self.timeline = simulate(trace, schedule, hardware)
+        self._baseline_seconds = simulate(trace, Schedule((), schedule.trace_signature), hardware).seconds
 
     def _ran_out(self, run: AnyStep, error: torch.OutOfMemoryError) -> None:
         """The device ran out of memory inside a step. A sheltered one cannot take less; a plan can."""
@@ -533,13 +554,15 @@ class Room:
         copies = executor.lineage.copies_before_write
         if copies:
             self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
-        if executor.compared is not None and self._device.answers_later:
-            self._compared.append(executor.compared)
+        if self._device.answers_later:
+            self._compared.extend(executor.compared)
 
     # report
 
     def report(self) -> Report:
         """What happened so far."""
+        if self._following is not None and self.timeline is None and self.trace is not None and self.plan is not None:
+            self._predict(self.trace, self._schedule, probe(self._setting.device_type, self._spill_dir))
         trace, plan, timeline = self.trace, self.plan, self.timeline
         sizes = Counter[str]()
         if trace is not None and plan is not None:

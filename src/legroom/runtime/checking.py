@@ -1,8 +1,9 @@
-"""One replay a step, held against the real bytes.
+"""Replays, held against the real bytes: one a step, and all of them where they were never proven at these sizes.
 
-The CPU keeps the real bytes on the host until the replay, so a replay that gives others is found out in time and not
-used. A device with streams is not waited for: digests are compared there, and the outcome is read when it has
-arrived, some steps later. What was found wrong then has been used; it is counted, and a warning says so.
+Where it is waited for, and on the CPU always, the real bytes are kept on the host until the replay, so one that gives
+others is found out in time and not used. Otherwise a device with streams is not waited for: digests are compared there,
+and the outcome is read when it has arrived, some steps later. What was found wrong then has been used; it is counted,
+and a warning says so.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from legroom.runtime.device import Device, Fingerprint, HostCopy
 class Check:
     """The real bytes of one value, or their digest, from the drop to the replay."""
 
-    __slots__ = ("_after", "_before", "_device", "host", "ops")
+    __slots__ = ("_after", "_before", "_device", "_wait", "host", "ops")
 
-    def __init__(self, device: Device, flat: torch.Tensor) -> None:
+    def __init__(self, device: Device, flat: torch.Tensor, *, wait: bool) -> None:
         self._device = device
+        self._wait = wait or not device.answers_later
         self._before = device.fingerprint(flat.untyped_storage())
         self._after: Fingerprint | None = None
         self.ops: list[str] = []  # what the replay ran
         self.host: HostCopy | None = None
-        if not device.answers_later:
+        if self._wait:
             self.host, copy = device.copy_out(flat)
             copy.wait()
 
@@ -31,7 +33,7 @@ class Check:
         """Whether the replay is known to have given other bits."""
         self.ops = ops
         self._after = self._device.fingerprint(again.untyped_storage())
-        return not self._device.answers_later and not self.same()
+        return self._wait and not self.same()
 
     def known(self) -> bool:
         """Whether `same()` can be asked without waiting for the device."""

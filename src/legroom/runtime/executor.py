@@ -72,7 +72,8 @@ class Executor:
         device_type: str,
         *,
         kept: Callable[[], frozenset[int]],
-        check: int,
+        checks: frozenset[int],
+        wait: bool,
         measured: bool,
         fallbacks: Counter[str],
     ) -> None:
@@ -87,9 +88,10 @@ class Executor:
         self.ops = 0
         self.entries: dict[int, Entry] = {}
         self.late: list[int] = []
-        self.check = check  # the storage whose replay is compared with the real bytes in this step; -1: none
-        self.checked: Check | None = None  # from its drop on
-        self.compared: Check | None = None  # from its replay on; its outcome may not be known yet
+        self._checks = checks  # storages whose replays are compared with the real bytes in this step
+        self._wait = wait  # for the outcome, before a replay is used
+        self._checked: dict[int, Check] = {}  # from the drop on
+        self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
@@ -191,9 +193,9 @@ class Executor:
         if self.reactive is None and self.tick != self._last:
             self.drift("the step ended early")
         self.lineage.nodes.clear()
-        if self.checked is not None:
-            self.checked.drop()
-            self.checked = None
+        for check in self._checked.values():
+            check.drop()
+        self._checked.clear()
 
     # instructions
 
@@ -256,8 +258,8 @@ class Executor:
         if frontier is None:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
-        elif entry.number == self.check:
-            self.checked = Check(self.ledger.device, entry.flat())
+        elif entry.number in self._checks:
+            self._checked[entry.number] = Check(self.ledger.device, entry.flat(), wait=self._wait)
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -319,19 +321,18 @@ class Executor:
         return replay(target, also)
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
-        check = self.checked
-        if check is not None and entry.number == self.check:
+        check = self._checked.pop(entry.number, None)
+        if check is not None:
             assert entry.node is not None
-            self.checked = None
             if check.compare(tensor, replayed_ops(entry.node)):
-                self.mismatch = check.ops
+                self.mismatch += check.ops
                 self.fallbacks[NOT_USED] += 1
                 entry.host, check.host = check.host, None
                 entry.start_loading()
                 entry.finish_loading()
             else:
                 entry.adopt(tensor)
-                self.compared = check
+                self.compared.append(check)
             check.drop()
         else:
             entry.adopt(tensor)

@@ -152,9 +152,9 @@ class Recorder:
             why_not = "not in forward"
         if not why_not and any(self.number(t) in self._lasting for t in written):
             why_not = "writes a tensor that lives across steps"
-        if self.phase == "optimizer" and written:
+        if written or statistics:
             with mark(OWN), no_dispatch():
-                self.undo.before_write([t for t in written if self.number(t) in self._lasting])
+                self.undo.before_write([t for t in (*written, *statistics) if self.number(t) in self._lasting])
         if why_not or not self.proving:
             with mark(OP):
                 result = func(*args, **kwargs)

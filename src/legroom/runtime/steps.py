@@ -42,13 +42,14 @@ class Setting:
             tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
         return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
-    def executor(self, program: Program, *, check: int, measured: bool) -> Executor:
+    def executor(self, program: Program, *, checks: frozenset[int], wait: bool, measured: bool) -> Executor:
         return Executor(
             self.ledger,
             program,
             self.device_type,
             kept=self.kept,
-            check=check,
+            checks=checks,
+            wait=wait,
             measured=measured,
             fallbacks=self.fallbacks,
         )
@@ -89,7 +90,9 @@ class ShelteredStep:
         if hooks is None or hooks[0] != self.shelter.pack:
             watch.under_hooks = True
         if number == 0 and self.recorder is not None:
-            self.began_with_call = not self.recorder.ops and not self.recorder.ticks
+            self.began_with_call = not self.recorder.ops
+            if self.recorder.ticks:
+                watch.under_hooks = True  # what saves before the call cannot be decided at the call
 
     def begin(self) -> None:
         setting = self._setting
@@ -156,10 +159,14 @@ class ShelteredStep:
 class PlannedStep:
     """A step that follows a schedule."""
 
-    def __init__(self, setting: Setting, program: Program, *, check: int, measure: bool) -> None:
+    def __init__(
+        self, setting: Setting, program: Program, *, checks: frozenset[int], measure: bool, wait: bool = False
+    ) -> None:
+        """checks: storages whose replays are held against the real bytes. wait: before they are used."""
         self._setting = setting
         self._program = program
-        self._check = check
+        self._checks = checks
+        self._wait = wait
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -171,7 +178,9 @@ class PlannedStep:
         setting.ledger.generation += 1
         if self._measure:
             self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
-        self.executor = executor = setting.executor(self._program, check=self._check, measured=self._measure)
+        self.executor = executor = setting.executor(
+            self._program, checks=self._checks, wait=self._wait, measured=self._measure
+        )
         executor.census = self.census
         if self._measure:
             self._log = setting.ledger.device.log(ops=False)
@@ -245,7 +254,7 @@ class IdleStep:
             self._setting.fallbacks["drift: the model was called with something else, under other hooks"] += 1
             return
         setting = self._setting
-        self.executor = executor = setting.executor(self._program, check=-1, measured=False)
+        self.executor = executor = setting.executor(self._program, checks=frozenset(), wait=False, measured=False)
         executor.drift("the model was called with something else")
         self._stack.enter_context(
             Interception(*executor.hooks(), handler=None, entered=executor.backward_begins, left=_nothing)

@@ -1,8 +1,9 @@
-"""Taking an optimizer's work back: a step that turns out to be over the budget has not happened.
+"""Taking a step's work back: one that turns out to be over the budget has not happened.
 
 What an optimizer allocates is known only when it has run. So in steps that are not known yet every lasting tensor is
-copied to the host before an optimizer first writes it. If the step is refused the copies go back, state that the
-optimizer made in this step is taken from it again, and generators draw the same numbers again.
+copied to the host before an op first writes it, and gradients that stand when the step begins. If it is refused the
+copies go back, gradients and state that were made in this step are taken away again, and generators draw the same
+numbers again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ class Undo:
         self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
         self._random = RandomState(None)
         self._keys: dict[Any, set[Any]] = {}
+        self._without_gradient: list[torch.Tensor] = []
         if optimizer is not None:
             self._keys = {parameter: set(state) for parameter, state in optimizer.state.items()}
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._without_gradient = [p for p in parameters if p.grad is None]
+            plain = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+            self.before_write([grad for grad in plain if grad.device.type == device.name])
 
     def before_write(self, tensors: list[torch.Tensor]) -> None:
         """Keep the bytes of these tensors as they are now, unless that was done already."""
@@ -41,6 +47,8 @@ class Undo:
             if storage is not None:
                 self._device.copy_in(host, _flat(storage)).wait()
         self._random.restore()
+        for parameter in self._without_gradient:
+            parameter.grad = None
         if self._optimizer is not None:
             for parameter in list(self._optimizer.state):
                 if parameter not in self._keys:
