@@ -30,7 +30,11 @@ class Undo:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._without_gradient = [p for p in parameters if p.grad is None]
             plain = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
-            self.before_write([grad for grad in plain if grad.device.type == device.name])
+            try:
+                self.before_write([grad for grad in plain if grad.device.type == device.name])
+            except BaseException:
+                self.forget()
+                raise
 
     def before_write(self, tensors: list[torch.Tensor]) -> None:
         """Keep the bytes of these tensors as they are now, unless that was done already."""
@@ -38,8 +42,8 @@ class Undo:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._saved and storage.nbytes():
                 host, copy = self._device.copy_out(_flat(storage))
+                self._saved[storage._cdata] = StorageWeakRef(storage), host  # first, so that a failure leaves nothing
                 copy.wait()
-                self._saved[storage._cdata] = StorageWeakRef(storage), host
 
     def restore(self) -> None:
         for ref, host in self._saved.values():
