@@ -40,11 +40,14 @@ MOST_WAYS = 16  # of calling the model; a program with more has no step that rep
 MOST_COURSES = 4  # op sequences behind one way of calling
 MOST_SHELTERED = 10  # steps for one op sequence
 MEASURED_STEPS = 2  # of a course, the first ones; from the 64th on every power of two
+# Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes time.
 FIRST_CHECK = 64
+# A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
 REMEMBERED_STEPS = 4096
+REMEMBERED_SIZES = 512  # at which replays of a plan were proven; beyond, they are proven again
 AT_ONCE = "responsive"  # the planner whose plans are replaced
 
 
@@ -57,7 +60,7 @@ class Rung:
     schedule: Schedule
     program: Program
     peak_bytes: int
-    proven: set[Features] = field(default_factory=set)  # sizes at which all its replays gave the same bits
+    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, whose replays gave the same bits
 
 
 @dataclass(slots=True)
@@ -226,14 +229,12 @@ class Following:
         self.rung = rung
         if rung.program.idle and self._may_idle and rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY:
             return LeftAlone()
-        replayed = rung.program.replayed_storages
-        proven = features in rung.proven or features in course.recorded
-        checks = (
-            frozenset(replayed[course.planned % len(replayed)] for _ in replayed[:1]) if proven else frozenset(replayed)
-        )
-        measure = course.planned < MEASURED_STEPS or (course.planned >= FIRST_CHECK and course.planned.bit_count() == 1)
         # Ops were proven at other sizes: at this one, replays are used once they have been seen to give the same bits.
-        return PlannedStep(self._setting, rung.program, checks=checks, wait=not proven, measure=measure)
+        new = frozenset(() if features in course.recorded else rung.program.replayed_storages)
+        new -= rung.proven.get(features, frozenset())
+        checks = new or rung.program.one_replayed(course.planned)
+        measure = course.planned < MEASURED_STEPS or (course.planned >= FIRST_CHECK and course.planned.bit_count() == 1)
+        return PlannedStep(self._setting, rung.program, checks=checks, wait=bool(new), measure=measure)
 
     def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
         numbers = course.model.predict(features)
@@ -375,8 +376,10 @@ class Following:
         course.planned += 1
         course.met(call.features)
         course.ran.append(call.features)
-        if self.rung is not None and not inner.executor.mismatch:
-            self.rung.proven.add(call.features)
+        if self.rung is not None:
+            if len(self.rung.proven) >= REMEMBERED_SIZES:
+                self.rung.proven.clear()
+            self.rung.proven.setdefault(call.features, set()).update(inner.executor.replayed)
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))

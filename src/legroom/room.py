@@ -29,7 +29,7 @@ from legroom.assembling import assemble, correct
 from legroom.brim import Brim
 from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
-from legroom.following import Following
+from legroom.following import DRIFT_WINDOW_STEPS, DRIFTS, FIRST_CHECK, REACTIVE_STEPS, ROOMY, Following
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.patience import patience
@@ -54,12 +54,6 @@ from legroom.units import format_bytes, parse_bytes
 
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
 MOST_CALIBRATIONS = 4
-# A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
-DRIFTS, DRIFT_WINDOW_STEPS, SHELTER_STEPS = 2, 8, 32
-# Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes half a second.
-FIRST_CHECK = 64
-# Of the budget: a plan that keeps everything and stays below is watched by its inputs alone.
-ROOMY = 0.95
 
 AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
 
@@ -247,8 +241,7 @@ class Room:
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
             return self._begin()
-        replayed = self._program.replayed_storages
-        checks = frozenset(replayed[self._planned % len(replayed)] for _ in replayed[:1])
+        checks = self._program.one_replayed(self._planned)
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
         if self._watch is not None and self._program.idle and self._device.has_cap:
@@ -386,8 +379,7 @@ class Room:
 
     def _alike(self, watch: InputWatch) -> bool:
         """Whether all calls of the model were the same, sizes included."""
-        calls = {call_of(call, self._setting.device_type) for call in watch.calls}
-        return len(calls) == 1
+        return bool(watch.calls) and all(call == watch.calls[0] for call in watch.calls[1:])
 
     def _stop_following(self) -> None:
         if self._following is not None:
@@ -511,7 +503,7 @@ class Room:
                 return
             self._drifts.append(self._steps)
             if len(self._drifts) == DRIFTS and self._drifts[-1] - self._drifts[0] <= DRIFT_WINDOW_STEPS:
-                self._sheltered_until = self._steps + SHELTER_STEPS
+                self._sheltered_until = self._steps + REACTIVE_STEPS
                 self._setting.fallbacks["the step keeps changing: sheltered for a while"] += 1
             return
         self._planned += 1

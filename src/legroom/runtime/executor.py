@@ -61,6 +61,11 @@ class Program:
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
         self.last_drop = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
 
+    def one_replayed(self, number: int) -> frozenset[int]:
+        """One of the storages that are replayed, another with every number; none where none is."""
+        count = len(self.replayed_storages)
+        return frozenset((self.replayed_storages[number % count],)) if count else frozenset()
+
 
 class Executor:
     """The hooks and the op handler of one planned step."""
@@ -92,6 +97,7 @@ class Executor:
         self._wait = wait  # for the outcome, before a replay is used
         self._checked: dict[int, Check] = {}  # from the drop on
         self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
+        self.replayed: set[int] = set()  # storages whose replays were compared, and used
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
@@ -333,6 +339,7 @@ class Executor:
             else:
                 entry.adopt(tensor)
                 self.compared.append(check)
+                self.replayed.add(entry.number)
             check.drop()
         else:
             entry.adopt(tensor)
