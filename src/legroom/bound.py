@@ -13,6 +13,9 @@ a plan that no schedule can do:
   while the gap lasts; each once for all gaps that overlap, though a chain of replays may run it more often. The time
   may be spent at any tick of the gap at which some replay could run. What replays need and leave in memory is free.
 - Memory is limited in each segment, not inside a tick.
+- The host has the hooks of all ticks to see to where anything must be done, and each op that runs again; and where it
+  does not wait for compute, the instructions of what is swapped and the dropping of what is recomputed. What it takes
+  for a replay as such is free, as one may bring back many storages.
 
 The value is computed here from the solver's duals, by weak duality: whatever tolerances it works with, and wherever it
 stopped, the bound holds.
@@ -204,9 +207,12 @@ class Relaxation:
         self.program = LinearProgram()
         self.kept = ticks_that_matter(tables, budget_bytes, most_ticks)
         self.ticks = len(self.kept)
-        self.segments = _merged(tables.segments, self.kept)
+        # Above the budget as it is, any step within it has hooks.
+        must = bool(tables.ticks[:, t.T_PEAK].max(initial=0) > budget_bytes)
+        segments = t.with_ticks(tables) if must else tables.segments
+        self.segments = _merged(segments, self.kept)
         self.synchronous = bool(tables.rates[t.R_SYNCHRONOUS] > 0.0)
-        self.plain_ns = self._plain()
+        self.plain_ns = t.reached(segments)[-1]
         self.starts, self.ends, self.sizes = (tables.gaps[:, c].tolist() for c in (t.G_START, t.G_END, t.G_BYTES))
         real = [g for g in range(len(tables.gaps)) if self.starts[g] < self.ends[g]]
         self.can_run = sorted({self.ends[g] for g in real})  # replays
@@ -236,19 +242,19 @@ class Relaxation:
             out[list(chosen)] += columns[list(chosen.values())]
         return swapped, recomputed
 
-    def _plain(self) -> int:
-        compute = host = 0
-        for after_compute, after_host, issue in self.tables.segments.tolist():
-            compute = max(compute + after_compute, host + after_host)
-            host = compute if issue < 0 else host + issue
-        return int(compute)
-
     def _longest(self) -> float:
         """As long as a step that waits for each copy, which is within any budget: the best plan takes no longer."""
         rates = self.tables.rates
         a_byte = max(rates[t.R_OUT], rates[t.R_DUPLEX_OUT]) + max(rates[t.R_IN], rates[t.R_DUPLEX_IN])
         copies = sum(self.sizes[g] * a_byte + 2 * rates[t.R_LATENCY] for g in self.gaps)
-        return float(self.plain_ns + copies * (1.0 + rates[t.R_SHARE])) / self.unit_ns + 1.0
+        # All gaps with a segment of their own, also those that this program does not look at.
+        swaps = int((self.tables.gaps[:, t.G_START] < self.tables.gaps[:, t.G_END]).sum())
+        return float(self.plain_ns + self._swap_ns() * swaps + copies * (1.0 + rates[t.R_SHARE])) / self.unit_ns + 1.0
+
+    def _swap_ns(self) -> int:
+        """Of the host, for a storage that goes and comes back."""
+        kinds = t.H_SWAP_OUT, t.H_RELEASE, t.H_PREFETCH, t.H_AWAIT
+        return sum(int(self.tables.host[kind]) for kind in kinds)
 
     def _choices(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
         copied: dict[int, int] = {}
@@ -322,7 +328,8 @@ class Relaxation:
     def _compute(self) -> None:
         """Segments, replays, and what copies take from compute, one after the other."""
         ops, program = self.tables.ops, self.program
-        cost = (ops[:, t.O_NS] + (ops[:, t.O_ISSUE_NS] if self.synchronous else 0)) / self.unit_ns
+        issue = ops[:, t.O_ISSUE_NS] + self.tables.host[t.H_REPLAY_OP]
+        cost = (ops[:, t.O_NS] + (issue if self.synchronous else 0)) / self.unit_ns
         may: Changes = {}
         must: Changes = {}
         for op, first, last, runs in self.replays:
@@ -347,13 +354,19 @@ class Relaxation:
                 program.row((self.spent[tick], -1.0), *may_spend[tick])
 
     def _host(self) -> None:
-        """The host waits for nobody, so it is where all it has issued takes it; compute is never ahead of it."""
+        """The host waits for nobody, so it is where all it has done takes it; compute is never behind it."""
         if self.synchronous:
             return  # it is where compute is, and has its part in the cost of ops
         issues: Changes = {}
         for op, _, last, runs in self.replays:
-            issue = float(self.tables.ops[op, t.O_ISSUE_NS]) / self.unit_ns
+            issue = float(self.tables.ops[op, t.O_ISSUE_NS] + self.tables.host[t.H_REPLAY_OP]) / self.unit_ns
             issues.setdefault(self.place(last), []).append((runs, issue))
+        drop = int(self.tables.host[t.H_DROP])
+        back = int(self.tables.host[t.H_PREFETCH] + self.tables.host[t.H_AWAIT])
+        kinds = (self.copied, self._swap_ns()), (self.reused, drop + back), (self.recomputed, drop)
+        for chosen, nanoseconds in kinds:
+            for gap, column in chosen.items() if nanoseconds else ():
+                issues.setdefault(self.place(self.ends[gap]), []).append((column, nanoseconds / self.unit_ns))
         replayed = self._running(issues, self.longest, at_least=True)
         host = 0
         before: Terms = ()

@@ -1,16 +1,16 @@
-"""What a plan must know about a machine: how much memory, and how fast a copy is.
+"""What a plan must know about a machine: how much memory, how fast a copy is, and what it costs the host to do a plan.
 
 Rates are bytes per second of large copies. `duplex_*` are the rates of each direction while the other one is busy too.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 
 from legroom.errors import PlanError
 from legroom.jsonio import dump, parse
 
-VERSION = 1
+VERSION = 2  # 1 had no `host`
 GIB = 2**30
 GB = 10**9
 _RATES = (
@@ -21,6 +21,27 @@ _RATES = (
 )
 # A copy of an exabyte at the slowest rate is 2**60 seconds: past that, nanoseconds no longer fit in 64 bits.
 _SLOWEST, _FASTEST = 1e3, 1e15
+_LONGEST_SECONDS = 10.0  # of what is done once for each copy, instruction or tick
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds of the host for a plan, beside the issue of ops. A step is slower only where the host is behind."""
+
+    tick: float = 0.0  # each pack and unpack hook of a step in which anything is done at all
+    swap_out: float = 0.0  # each instruction of a kind
+    release: float = 0.0
+    drop: float = 0.0  # with having recorded how to make again what is dropped
+    prefetch: float = 0.0
+    await_: float = 0.0
+    replay: float = 0.0
+    replay_op: float = 0.0  # each op of a replay, beside its issue
+
+    def __post_init__(self) -> None:
+        for name in HostCosts.__slots__:
+            seconds = getattr(self, name)
+            if not 0.0 <= seconds <= _LONGEST_SECONDS:
+                raise PlanError(f"hardware.host.{name}: expected 0 to {_LONGEST_SECONDS:g}, got {seconds}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +57,22 @@ class Hardware:
     synchronous: bool  # the host waits for compute (CPU)
     copy_compute_share: float  # fraction of a copy's time that compute loses: copy threads share the cores of a CPU
     granularity_bytes: int  # the allocator rounds sizes up to this
+    host: HostCosts = HostCosts()  # zero where nobody has measured it
 
     def __post_init__(self) -> None:
         for name in _RATES:
             rate = getattr(self, name)
             if not _SLOWEST <= rate <= _FASTEST:
                 raise PlanError(f"hardware.{name}: expected {_SLOWEST:g} to {_FASTEST:g} bytes per second, got {rate}")
-        if not 0.0 <= self.latency_seconds <= 10.0:
-            raise PlanError(f"hardware.latency_seconds: expected 0 to 10, got {self.latency_seconds}")
+        if not 0.0 <= self.latency_seconds <= _LONGEST_SECONDS:
+            expected = f"expected 0 to {_LONGEST_SECONDS:g}"
+            raise PlanError(f"hardware.latency_seconds: {expected}, got {self.latency_seconds}")
         if not 0.0 <= self.copy_compute_share <= 1.0:
             raise PlanError(f"hardware.copy_compute_share: expected 0 to 1, got {self.copy_compute_share}")
+
+    def scaled_host(self, factor: float) -> Hardware:
+        """The same machine with a host that takes so many times as long for what a plan asks of it."""
+        return replace(self, host=HostCosts(*(seconds * factor for seconds in astuple(self.host))))
 
 
 def to_json(hardware: Hardware) -> str:
@@ -53,17 +80,20 @@ def to_json(hardware: Hardware) -> str:
 
 
 def from_json(text: str) -> Hardware:
-    fields = parse(text, kind="hardware", version=VERSION, error=PlanError).fields(*Hardware.__slots__)
+    names = [name for name in Hardware.__slots__ if name != "host"]
+    fields = parse(text, kind="hardware", version=VERSION, error=PlanError).fields(*names, optional=("host",))
+    costs = fields["host"].fields(*HostCosts.__slots__) if "host" in fields else {}
     rates = {name: fields[name].number(least=_SLOWEST, most=_FASTEST) for name in _RATES}
     return Hardware(
         name=fields["name"].text(longest=256),
         device_bytes=fields["device_bytes"].integer(),
         host_bytes=fields["host_bytes"].integer(),
         **rates,
-        latency_seconds=fields["latency_seconds"].number(most=10.0),
+        latency_seconds=fields["latency_seconds"].number(most=_LONGEST_SECONDS),
         synchronous=fields["synchronous"].boolean(),
         copy_compute_share=fields["copy_compute_share"].number(most=1.0),
         granularity_bytes=fields["granularity_bytes"].integer(least=1),
+        host=HostCosts(**{name: seconds.number(most=_LONGEST_SECONDS) for name, seconds in costs.items()}),
     )
 
 

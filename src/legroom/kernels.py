@@ -25,6 +25,9 @@ from legroom.tables import Floats, Ints
 
 Codes = npt.NDArray[np.int8]
 Words = npt.NDArray[np.uint32]
+# None where ticks and instructions cost the host nothing. That is another type, so other functions are compiled for it:
+# the same ones for both were 5 to 15 % slower where they cost nothing.
+Charges = Ints | None
 
 # Decision codes. SHARED is a recomputation that stays once some replay has made it.
 KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED, AHEAD = 0, 1, 2, 3, 4, 5
@@ -69,6 +72,8 @@ QUESTION, MET, MEMORY, LEAF, GROWTH, NODES_PER_GAP, LEAVES_PER_GAP = 0, 1, 4, 8,
 ANSWER_BITS, ANSWER = 2, 3
 # Rates.
 RATE_OUT, RATE_IN, RATE_DUPLEX_OUT, RATE_DUPLEX_IN, RATE_SHARE, RATE_LATENCY, RATE_SYNCHRONOUS = 0, 1, 2, 3, 4, 5, 6
+# Among them the nanoseconds that the host takes for ticks and instructions.
+HOST_TICK, HOST_OUT, HOST_RELEASE, HOST_DROP, HOST_IN, HOST_AWAIT, HOST_REPLAY = 7, 8, 9, 10, 11, 12, 13
 
 FAR = 2**62  # later than any time
 # Ticks stand above, gaps below. `& LOW` also tells the compiler that an index is not negative, which spares it a test
@@ -205,15 +210,15 @@ def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
 
 @_inner
 def _replay(
-    gap: int, tick: int, stamp: int, count: int, many: int, place: int, synchronous: bool, starts: Words, ends: Words,
-    ops: Words, reads: Words, writes: Words, costs: Ints, back: Words, away: Words, found: Words, asked: Words,
-    uses: Ints, replays: Ints, replay_ops: Ints,
+    gap: int, tick: int, stamp: int, count: int, many: int, place: int, synchronous: bool, replay_ns: int,
+    starts: Words, ends: Words, ops: Words, reads: Words, writes: Words, costs: Ints, back: Words, away: Words,
+    found: Words, asked: Words, uses: Ints, replays: Ints, replay_ops: Ints,
 ) -> int:  # fmt: skip
     """Run the ops in `found`: the row of the replay. What they make and a gap wants stays.
 
     Those gaps are listed in `replay_ops` from `place` on. Returns the number of questions in `asked`.
     """
-    compute, host, issued, row = 0, -FAR, 0, gap * ROW
+    compute, host, issued, row = 0, -FAR, replay_ns, gap * ROW
     nbytes = stay = extra = peak = 0
     use = stamp * (len(ops) // OP)
     forever = use + len(ops) // OP - 1  # after any op of this replay
@@ -308,8 +313,8 @@ def _hold(gap: int, tick: int, back: Words, away: Words) -> None:
 @_inner
 def _replays(
     epoch: int, starts: Words, ends: Words, targets: Ints, makers: Words, ops: Words, reads: Words, writes: Words,
-    costs: Ints, by_end: Words, synchronous: bool, back: Words, away: Words, found: Words, seen: Ints, asked: Words,
-    uses: Ints, memory: Words, leaves: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
+    costs: Ints, by_end: Words, synchronous: bool, replay_ns: int, back: Words, away: Words, found: Words, seen: Ints,
+    asked: Words, uses: Ints, memory: Words, leaves: Ints, replays: Ints, replay_ops: Ints, failure: Ints,
 ) -> int:  # fmt: skip
     """All replays; how much of `replay_ops` those need that are not remembered.
 
@@ -357,8 +362,8 @@ def _replays(
         if count < 0:
             break
         many = _replay(
-            gap, end, stamp, count, asks, used + count, synchronous, starts, ends, ops, reads, writes, costs, back,
-            away, found, asked, uses, replays, replay_ops,
+            gap, end, stamp, count, asks, used + count, synchronous, replay_ns, starts, ends, ops, reads, writes,
+            costs, back, away, found, asked, uses, replays, replay_ops,
         )  # fmt: skip
         away[gap] = REPLAYED
         replays[row + REPLAY_OP] = used
@@ -392,21 +397,33 @@ def _call_back(
 
 @_inner
 def _releases(
-    codes: Codes, ahead: Ints, copies: Ints, firsts: Words, lanes: Ints, events: Ints, synchronous: bool, share: float,
+    codes: Codes, ahead: Ints, starts: Words, copies: Ints, firsts: Words, lanes: Ints, events: Ints, rates: Floats,
     replays: Ints, back: Words, away: Words, release: Ints, fetch: Words, copied: Words, reused: Words, queue: Words,
-    done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, latest: Words, freed: Ints, waits: Words,
+    done: Ints, following: Words, lists: Ints, times: Ints, waiting: Ints, due: Ints, latest: Words, freed: Ints,
+    charges: Charges, waits: Words,
 ) -> None:  # fmt: skip
     """Model the step up to the fetches: when each tick is reached, and the first tick that finds each copy out done.
 
     Copies wait for each other on the one lane out, so they end in the order in which they start. A copy that is not
-    done when its storage must be back is not worth starting: `release` stays -1.
+    done when its storage must be back is not worth starting: `release` stays -1. What the host does for a copy back is
+    taken to be done at the beginning of the tick at which that must be over.
     """
+    synchronous, share = rates[RATE_SYNCHRONOUS] > 0.0, rates[RATE_SHARE]
+    out_ns, release_ns, drop_ns = int(rates[HOST_OUT]), int(rates[HOST_RELEASE]), int(rates[HOST_DROP])
+    back_ns = int(rates[HOST_IN]) + int(rates[HOST_AWAIT])
     # First the events that matter: where swaps start and replays end. No branch here: nothing could foretell it.
     count = 0
     for i in range(len(events)):
         event = events[i]
         lists[count] = event
         count += (MATTERS >> (codes[(event & LOW) >> 1] << 1 | event & 1)) & 1
+    if charges is not None:
+        charges[:] = int(rates[HOST_TICK]) * (count > 0)
+        for gap in range(len(codes)):
+            goes = (codes[gap] == RECOMPUTE) | (codes[gap] == SHARED) & (back[gap] > starts[gap])
+            charges[starts[gap]] += drop_ns * goes
+        for i in range(len(due)):
+            due[i] = charges[i]
     zero: Any = np.int64(0)  # not a literal, for which _advance would be compiled once more
     compute = host = out_free = zero
     head = tail = reached = 0
@@ -420,8 +437,11 @@ def _releases(
             if synchronous:
                 host = max(host, compute)
             compute, host = _pass(compute, host, tick, lanes)
+            if charges is not None:
+                host += due[tick]
+                compute = max(compute, host)
             freed[tick], waits[tick] = 0, len(codes)
-            times[tick] = compute  # never behind the host, as an op ends after it is issued
+            times[tick] = compute  # never behind the host: what that has not issued cannot begin
             while next_done <= compute:
                 gap = queue[head & LOW] & LOW
                 head += 1
@@ -432,6 +452,10 @@ def _releases(
                     freed[tick] += copies[gap * COPY + NBYTES]
                     waits[tick] = gap  # the last of them is the last to be done
                     _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
+                    if charges is not None:
+                        charges[tick] += release_ns
+                        due[back[gap]] += back_ns
+                        host += release_ns
             reached += 1
         if i == count:
             break
@@ -452,7 +476,15 @@ def _releases(
                 release[gap], reused[gap] = tick, 1
                 freed[tick] += copies[gap * COPY + NBYTES]
                 _call_back(gap, tick, codes, ahead, back, fetch, following, latest)
+                if charges is not None:
+                    charges[tick] += drop_ns
+                    due[back[gap]] += back_ns
+                    host += drop_ns
                 continue
+            if charges is not None:
+                host += out_ns + release_ns * sync
+                due[back[gap]] += back_ns * sync
+                compute = max(compute, host)
             out_free = max(out_free, compute) + copies[gap * COPY + OUT_NS]
             if share > 0.0:
                 compute += int(copies[gap * COPY + OUT_NS] * share)
@@ -535,19 +567,24 @@ def _emit(
 @_inner
 def run_walk(
     limit: int, copies: Ints, lanes: Ints, heights: Ints, rates: Floats, done: Ints, peaks: Ints, offsets: Words,
-    steps: Words, freed: Ints, waits: Words, replays: Ints,
+    steps: Words, freed: Ints, charges: Charges, waits: Words, replays: Ints,
 ) -> tuple[int, int, int]:  # fmt: skip
     """(nanoseconds, peak bytes, bytes above the limit summed over ticks); `peaks` has each tick's peak.
 
     This is `simulate()` and `check_schedule()` without their records.
     """
     synchronous, latency, share = rates[RATE_SYNCHRONOUS] > 0.0, int(rates[RATE_LATENCY]), rates[RATE_SHARE]
+    out_ns, release_ns = int(rates[HOST_OUT]), int(rates[HOST_RELEASE])
+    fetch_ns, await_ns = int(rates[HOST_IN]), int(rates[HOST_AWAIT])
     zero: Any = np.int64(0)  # as above
     compute = host = out_free = in_free = out_now = zero
-    absent = highest = excess = 0
+    absent = highest = excess = owed = 0
     done[len(done) - 1] = 0  # for ticks that wait for nothing
     for tick in range(len(peaks)):
         compute, host = _pass(compute, host, tick, lanes)
+        if charges is not None:
+            host += charges[tick]
+            compute = max(compute, host)
         compute = max(compute, done[waits[tick]])
         absent += freed[tick]
         level, peak = heights[tick * HEIGHTS + LEVEL], 0
@@ -555,6 +592,10 @@ def run_walk(
             kind, gap = steps[position] & KIND_MASK, steps[position] >> KIND_BITS
             nbytes = copies[gap * COPY + NBYTES]
             if kind <= OUT_NOW:
+                if charges is not None:
+                    host += out_ns
+                    owed += release_ns * (kind == OUT_NOW)
+                    compute = max(compute, host)
                 start = max(out_free, compute)
                 alone, together = rates[RATE_OUT], rates[RATE_DUPLEX_OUT]
                 ns = _copy_ns(nbytes, start, in_free, copies[gap * COPY + OUT_NS], alone, together, latency)
@@ -566,10 +607,16 @@ def run_walk(
                 absent += nbytes if kind == OUT_NOW else 0
                 continue
             compute = max(compute, out_now)
+            if charges is not None:
+                host += owed
+                owed = 0
             if kind <= WAIT:
                 # Fetches and waits for them come in no order that could be foretold, so there is no branch: a wait
                 # is a fetch that changes nothing.
                 fetches, waits_now = kind <= IN, kind != IN
+                if charges is not None:
+                    host += fetch_ns * fetches
+                    compute = max(compute, host)
                 start = max(in_free, compute)  # the copy out is over: compute waited for it
                 alone, together = rates[RATE_IN], rates[RATE_DUPLEX_IN]
                 ns = _copy_ns(nbytes, start, out_free, copies[gap * COPY + IN_NS], alone, together, latency)
@@ -582,6 +629,8 @@ def run_walk(
                 absent -= nbytes * fetches
                 peak = max(peak, (level - absent) * fetches)
                 compute = max(compute, over * waits_now)
+                if charges is not None:
+                    host += await_ns * waits_now  # compute comes up to it where that matters next
             else:
                 if synchronous:
                     host = max(host, compute)
@@ -593,6 +642,9 @@ def run_walk(
                 absent -= replays[row + BYTES]
                 peak = max(peak, level - absent)
         compute = max(compute, out_now)
+        if charges is not None:
+            host += owed
+            owed = 0
         if synchronous:
             host = max(host, compute)
         peak = max(peak, heights[tick * HEIGHTS + TOP] - absent)
@@ -601,14 +653,15 @@ def run_walk(
         excess += max(0, peak - limit)
     last = len(peaks)
     compute, host = _pass(compute, host, last, lanes)
-    return compute, highest, excess
+    return max(compute, host), highest, excess
 
 
 @_compiled
 def lower_and_run(
     lowers: bool, runs: bool, again: bool, limit: int, codes: Codes, ahead: Ints, epoch: int,
     words: Words, ints: Ints, rates: Floats, work_words: Words, work_ints: Ints, edges: Ints,
-    offsets: Words, steps: Words, freed: Ints, waits: Words, replays: Ints, replay_ops: Ints, failure: Ints,
+    offsets: Words, steps: Words, freed: Ints, charges: Charges, waits: Words, replays: Ints, replay_ops: Ints,
+    failure: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Lower the codes into a walk if `lowers`, then run it if `runs`.
 
@@ -648,10 +701,11 @@ def lower_and_run(
     lists = work_ints[edges[56] : edges[57]]
     times = work_ints[edges[58] : edges[59]]
     waiting = work_ints[edges[60] : edges[61]]
-    seen = work_ints[edges[62] : edges[63]]
-    uses = work_ints[edges[64] : edges[65]]
-    leaves = work_ints[edges[66] : edges[67]]
-    peaks = work_ints[edges[68] : edges[69]]
+    due = work_ints[edges[62] : edges[63]]
+    seen = work_ints[edges[64] : edges[65]]
+    uses = work_ints[edges[66] : edges[67]]
+    leaves = work_ints[edges[68] : edges[69]]
+    peaks = work_ints[edges[70] : edges[71]]
     used = nanoseconds = highest = excess = 0
     if lowers:
         synchronous = rates[RATE_SYNCHRONOUS] > 0.0
@@ -669,18 +723,21 @@ def lower_and_run(
                 back[gap] = ends[gap]
                 away[gap] = wanted[gap]
             used = _replays(
-                epoch, starts, ends, targets, makers, ops, reads, writes, costs, by_end, synchronous, back, away, found,
-                seen, asked, uses, memory, leaves, replays, replay_ops, failure,
+                epoch, starts, ends, targets, makers, ops, reads, writes, costs, by_end, synchronous,
+                int(rates[HOST_REPLAY]), back, away, found, seen, asked, uses, memory, leaves, replays, replay_ops,
+                failure,
             )  # fmt: skip
         if failure[0] == OK and len(times) > 0:
             _releases(
-                codes, ahead, copies, firsts, lanes, events, synchronous, rates[RATE_SHARE], replays, back, away,
-                release, fetch, copied, reused, queue, done, following, lists, times, waiting, latest, freed, waits,
+                codes, ahead, starts, copies, firsts, lanes, events, rates, replays, back, away, release, fetch, copied,
+                reused, queue, done, following, lists, times, waiting, due, latest, freed, charges, waits,
             )  # fmt: skip
             _fetches(copies, release, fetch, following, times, latest)
             _emit(codes, starts, ends, copies, back, away, release, fetch, reused, lists, offsets, steps, freed)
+            if charges is not None and offsets[len(times)] == 0:
+                charges[:] = 0  # a step in which nothing is done has no hooks
     if runs and failure[0] == OK:
         nanoseconds, highest, excess = run_walk(
-            limit, copies, lanes, heights, rates, done, peaks, offsets, steps, freed, waits, replays,
+            limit, copies, lanes, heights, rates, done, peaks, offsets, steps, freed, charges, waits, replays,
         )  # fmt: skip
     return used if failure[0] == OK else -1, nanoseconds, highest, excess

@@ -12,7 +12,7 @@ import numpy as np
 
 from legroom import kernels as k
 from legroom import tables as t
-from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, OP, READ, ROW, WRITE, Codes, Words
+from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, OP, READ, ROW, WRITE, Charges, Codes, Words
 from legroom.tables import Floats, Ints, Tables
 
 LINE = 64  # bytes of a cache line
@@ -56,6 +56,7 @@ class Walk(NamedTuple):
     offsets: Words  # steps of tick t are offsets[t] .. offsets[t + 1] - 1
     steps: Words
     freed: Ints  # tick: bytes freed before its steps; those of synchronous copies are not among them
+    charges: Charges  # tick: nanoseconds of the host before its steps, for these frees and itself; None where all are 0
     waits: Words  # tick: the gap whose copy out is waited for before that
     replays: Ints  # a row for each gap: lane effect, peak and bytes above the level at its start, its `replay_ops`
     replay_ops: Ints  # as much as there is room for; lower() returns how much there is
@@ -88,6 +89,7 @@ class Scratch(NamedTuple):
     lists: Ints
     times: Ints  # tick: when it is reached
     waiting: Ints  # tick and one: nanoseconds of waiting for copies in; zero between calls
+    due: Ints  # tick: nanoseconds of the host, as far as they are foreseen
     latest: Words  # tick: the last gap fetched for it, and one; zero between calls
     found: Words
     seen: Ints  # op
@@ -109,6 +111,8 @@ def pack(tables: Tables) -> Packed:
     since = np.where(nowhere, k.NONE, read[:, t.V_FROM])
     until = np.where(nowhere, 0, np.minimum(read[:, t.V_UNTIL], k.NONE))
     about = read[:, (t.V_FIRST, t.V_STOP, t.V_WRITER)]
+    again = tables.ops[:, costs]
+    again[:-1, 1] += tables.host[t.H_REPLAY_OP]  # these are what replays cost; the segments have the program
     speeds = (t.R_OUT, t.R_IN, t.R_DUPLEX_OUT, t.R_DUPLEX_IN, t.R_SHARE, t.R_LATENCY, t.R_SYNCHRONOUS)
     arrays: dict[str, Any] = {
         "starts": starts,
@@ -124,7 +128,7 @@ def pack(tables: Tables) -> Packed:
             np.column_stack([tables.reads, since, until, about, _halves(read[:, t.V_BYTES])]), READ, np.uint32
         ),
         "writes": _flat(np.column_stack([tables.writes, _written(tables)]), WRITE, np.uint32),
-        "costs": _flat(tables.ops[:, costs], COST, np.int64),
+        "costs": _flat(again, COST, np.int64),
         "by_end": np.argsort(gaps[:, t.G_END], kind="stable").astype(np.uint32),
         "events": _events(gaps[:, t.G_START], gaps[:, t.G_END]),
     }
@@ -132,7 +136,9 @@ def pack(tables: Tables) -> Packed:
     blocks, places = _side_by_side({name: len(array) for name, array in arrays.items()}, words)
     for name, array in arrays.items():
         places[name][:] = array
-    return Packed(**places, rates=tables.rates[list(speeds)], blocks=blocks)
+    kinds = [t.H_TICK, t.H_SWAP_OUT, t.H_RELEASE, t.H_DROP, t.H_PREFETCH, t.H_AWAIT, t.H_REPLAY]
+    rates = np.concatenate([tables.rates[list(speeds)], tables.host[kinds]])
+    return Packed(**places, rates=rates, blocks=blocks)
 
 
 def _events(starts: Ints, ends: Ints) -> Ints:
@@ -203,6 +209,7 @@ def empty_walk(packed: Packed, *, replay_room: int = 0) -> Walk:
         offsets=np.zeros(ticks + 2, np.uint32),
         steps=np.zeros(3 * gaps, np.uint32),
         freed=np.zeros(ticks, np.int64),
+        charges=np.zeros(ticks, np.int64) if packed.rates[k.HOST_TICK : k.HOST_REPLAY].any() else None,
         waits=np.zeros(ticks, np.uint32),
         replays=_aligned(gaps * ROW, np.int64),
         replay_ops=np.zeros(replay_room, np.int64),
@@ -221,7 +228,7 @@ def scratch(tables: Tables) -> Scratch:
     asked = len(tables.reads) + len(tables.writes) + 1
     sizes = {"lists": 4 * gaps, "waiting": ticks + 1, "asked": asked, "done": gaps + 1, "uses": values * k.USE}
     sizes |= {"memory": gaps * (1 + k.NODES_PER_GAP) * k.MEMORY, "leaves": (1 + gaps * k.LEAVES_PER_GAP) * k.LEAF}
-    sizes |= dict.fromkeys(("times", "latest", "peaks"), ticks)
+    sizes |= dict.fromkeys(("times", "due", "latest", "peaks"), ticks)
     sizes |= dict.fromkeys(("found", "seen"), ops)
     words = {"wanted", "back", "away", "fetch", "copied", "reused", "queue", "following", "latest"}
     words |= {"found", "asked", "memory"}

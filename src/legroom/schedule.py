@@ -106,6 +106,11 @@ _KINDS: dict[str, type[SwapOut] | type[Release] | type[Drop] | type[Prefetch] | 
 _NAMES = {kind: name for name, kind in _KINDS.items()} | {Replay: "replay"}
 
 
+def name_of(instruction: Instruction) -> str:
+    """What it is called in files and pictures."""
+    return _NAMES[type(instruction)]
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     instructions: tuple[Instruction, ...]  # by tick, then in the order they run
@@ -204,7 +209,7 @@ def to_json(schedule: Schedule) -> str:
     rows: dict[str, list[Any]] = {"tick": [], "do": [], "storage": [], "ops": [], "also": []}
     for instruction in schedule.instructions:
         rows["tick"].append(instruction.tick)
-        rows["do"].append(_NAMES[type(instruction)])
+        rows["do"].append(name_of(instruction))
         rows["storage"].append(instruction.storage)
         replay = instruction if isinstance(instruction, Replay) else None
         rows["ops"].append(list(replay.ops) if replay else [])

@@ -1,10 +1,15 @@
 """Interpret a schedule on a modelled machine: what the step will look like.
 
-Four lanes, integer nanoseconds. The host issues ops in order; compute runs them in order, each when it is issued and
-the one before is done; copies out and copies in have a lane each and run in the order in which they are issued. A copy
-starts when its lane is free and compute has reached it. Where the other lane is known to be busy, it goes at the duplex
-rate until that lane is free, and at the full rate from then on. Nothing else slows down: kernels and copies share no
-bandwidth in this model.
+Four lanes, integer nanoseconds. The host issues ops in order, and between them does what the ticks and instructions of
+a plan ask of it (`hardware.HostCosts`); a step in which nothing is asked for has no hooks, so its ticks cost nothing.
+Compute runs ops in order, each when it is issued and the one before is done; copies out and copies in have a lane each
+and run in the order in which they are issued. A copy starts when its lane is free, compute has reached it and the host
+has issued it. Where the other lane is known to be busy, it goes at the duplex rate until that lane is free, and at the
+full rate from then on. Nothing else slows down: kernels and copies share no bandwidth in this model.
+
+Compute can do nothing that the host has not issued, so it is never taken to be behind the host: a tick is reached, and
+a step ends, when both have come there. To wait for a copy is a matter of compute alone; the host goes on. Where the
+host waits for compute, it does so before and after each op, and before each replay and each tick.
 
 This is the plain reading; `evaluate.Evaluator` must give the same nanoseconds and bytes.
 """
@@ -14,7 +19,19 @@ from __future__ import annotations
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace
 from legroom.plan import Plan
-from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut, lower, memory_curve
+from legroom.schedule import (
+    Await,
+    Drop,
+    Instruction,
+    Prefetch,
+    Release,
+    Replay,
+    Schedule,
+    SwapOut,
+    lower,
+    memory_curve,
+    name_of,
+)
 from legroom.timeline import Breakdown, Interval, Lane, Memory, Stall, Timeline
 
 
@@ -45,7 +62,7 @@ class _Machine:
         self.trace = trace
         self.hardware = hardware
         self.host = 0  # each lane: when it is free
-        self.compute = 0  # never behind the host, as an op ends after it is issued
+        self.compute = 0  # never behind the host
         self.free: dict[Lane, int] = {"out": 0, "in": 0}
         self.done: dict[tuple[Lane, int], int] = {}  # (lane, storage): when its last copy is over
         self.tick = 0
@@ -58,6 +75,9 @@ class _Machine:
         for index, tick in enumerate(self.trace.ticks):
             self._program(issued, tick.op)
             self.tick, issued = index, tick.op
+            if instructions:
+                self._catch_up()
+                self._charge(self.hardware.host.tick, "tick", f"tick {index}")
             while position < len(instructions) and instructions[position].tick == index:
                 self._do(instructions[position])
                 position += 1
@@ -68,29 +88,49 @@ class _Machine:
             self.computed += self._run(op, f"op {op.id}")
 
     def _do(self, instruction: Instruction) -> None:
-        storage = instruction.storage
+        storage, costs = instruction.storage, self.hardware.host
+        name = name_of(instruction)
+        cause = f"{name} of storage {storage}"
         match instruction:
             case SwapOut():
+                self._charge(costs.swap_out, name, cause)
                 self._copy("out", storage)
             case Release():
-                self._wait("out", storage, "release")
+                self._charge(costs.release, name, cause)
+                self._wait("out", storage, name)
             case Drop():
-                pass
+                self._charge(costs.drop, name, cause)
             case Prefetch():
+                self._charge(costs.prefetch, name, cause)
                 self._copy("in", storage)
             case Await():
-                self._wait("in", storage, "await")
+                self._charge(costs.await_, name, cause)
+                self._wait("in", storage, name)
             case Replay():
+                self._catch_up()
+                self._charge(costs.replay, name, cause)
+                more = round(costs.replay_op * 1e9)
                 for op_id in instruction.ops:
-                    self.recomputed += self._run(self.trace.ops[op_id], f"replay of storage {storage}")
+                    self.recomputed += self._run(self.trace.ops[op_id], cause, more_ns=more)
 
-    def _run(self, op: Op, cause: str) -> int:
-        issue, ns = round(op.issue_seconds * 1e9), round(op.seconds * 1e9)
+    def _charge(self, seconds: float, label: str, cause: str) -> None:
+        """Time on the host for something that is no op."""
+        ns = round(seconds * 1e9)
+        if ns:
+            self._record("host", self.host, ns, label, cause)
+        self.host += ns
+        self.compute = max(self.compute, self.host)
+
+    def _run(self, op: Op, cause: str, *, more_ns: int = 0) -> int:
+        """Issue an op, for which the host takes `more_ns` more than in the program, and compute it."""
+        issue, ns = round(op.issue_seconds * 1e9) + more_ns, round(op.seconds * 1e9)
+        self._catch_up()
         self._record("host", self.host, issue, op.name, cause)
         self.host += issue
         start = max(self.compute, self.host)
         self._record("compute", start, ns, op.name, cause)
-        self._compute_until(start + ns)
+        self.compute = start + ns
+        self._catch_up()
         return ns
 
     def _copy(self, lane: Lane, storage: int) -> None:
@@ -102,7 +142,7 @@ class _Machine:
         self._record(lane, start, ns, name, f"swap-{lane} of storage {storage}")
         share = int(ns * self.hardware.copy_compute_share)
         self.stalled += share
-        self._compute_until(self.compute + share)
+        self.compute += share
 
     def _copy_ns(self, lane: Lane, nbytes: int, start: int) -> int:
         hardware = self.hardware
@@ -125,12 +165,12 @@ class _Machine:
         if waited > 0:
             self.stalls.append(Stall(self.tick, storage, waited / 1e9, cause))
             self.stalled += waited
-        self._compute_until(max(self.compute, until))
+        self.compute = max(self.compute, until)
 
-    def _compute_until(self, when: int) -> None:
-        self.compute = when
+    def _catch_up(self) -> None:
+        """Where the host waits for compute, it does so here."""
         if self.hardware.synchronous:
-            self.host = max(self.host, when)
+            self.host = self.compute
 
     def _record(self, lane: Lane, start: int, ns: int, label: str, cause: str) -> None:
         self.intervals.append(Interval(lane, start, start + ns, label, cause))

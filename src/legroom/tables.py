@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ T_LEVEL, T_PEAK = 0, 1  # tick
 X_COMPUTE, X_HOST, X_ISSUE = 0, 1, 2  # what a run of ops does to the lanes: see `lane_effect`
 # Rates.
 R_OUT, R_IN, R_DUPLEX_OUT, R_DUPLEX_IN, R_SHARE, R_LATENCY, R_SYNCHRONOUS, R_COUNT = 0, 1, 2, 3, 4, 5, 6, 7
+# Nanoseconds on the host: the fields of hardware.HostCosts.
+H_TICK, H_SWAP_OUT, H_RELEASE, H_DROP, H_PREFETCH, H_AWAIT, H_REPLAY, H_REPLAY_OP = 0, 1, 2, 3, 4, 5, 6, 7
 
 
 class Tables(NamedTuple):
@@ -46,6 +49,7 @@ class Tables(NamedTuple):
     ticks: Ints
     segments: Ints  # row 0 is the head, row t + 1 is segment t
     rates: Floats
+    host: Ints
 
 
 def nanoseconds(seconds: float) -> int:
@@ -82,6 +86,42 @@ def lane_effect(ops: Iterable[Op], *, synchronous: bool) -> tuple[int, int, int]
     return after_compute, after_host, issued
 
 
+def with_ticks(tables: Tables) -> Ints:
+    """The segments of a step in which anything is done at all: the host has each tick to see to after the ops before.
+
+    The step after the last tick is as it was.
+    """
+    segments, tick = tables.segments.copy(), int(tables.host[H_TICK])
+    if not tick:
+        return segments
+    before = segments[:-1]  # a view
+    if tables.rates[R_SYNCHRONOUS]:
+        before[:, X_HOST] = np.maximum(before[:, X_HOST], 0) + tick
+        before[:, X_COMPUTE] += tick
+        before[:, X_ISSUE] = -1
+    else:
+        before[:, X_ISSUE] += tick
+        before[:, X_HOST] = np.maximum(before[:, X_HOST], before[:, X_ISSUE])
+    return segments
+
+
+def reached(segments: Ints) -> list[int]:
+    """The nanoseconds at which the end of each segment is reached where nothing but these segments happens."""
+    compute = host = 0
+    times = []
+    for after_compute, after_host, issue in segments.tolist():
+        compute = max(compute + after_compute, host + after_host)
+        host = compute if issue < 0 else host + issue
+        times.append(compute)
+    return times
+
+
+def again_ns(tables: Tables, ops: Sequence[int]) -> int:
+    """What a replay of these ops takes: of compute, and of the host beside the issue of ops."""
+    host = tables.host
+    return int(tables.ops[list(ops), O_NS].sum() + host[H_DROP] + host[H_REPLAY] + len(ops) * host[H_REPLAY_OP])
+
+
 def tabulate(trace: Trace, hardware: Hardware) -> Tables:
     ids = value_ids(trace)
     speeds = rates(hardware)
@@ -100,6 +140,7 @@ def tabulate(trace: Trace, hardware: Hardware) -> Tables:
         ticks=_rows([(tick.level_bytes, tick.peak_bytes) for tick in trace.ticks], 2),
         segments=_rows(segments, 3),
         rates=speeds,
+        host=np.array([nanoseconds(seconds) for seconds in astuple(hardware.host)], np.int64),
     )
 
 

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from legroom.hardware import PRESETS, Hardware
+from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Op, Storage, Tick, Trace, Value
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 
@@ -173,5 +173,16 @@ def hardwares() -> st.SearchStrategy[Hardware]:
         synchronous=st.booleans(),
         copy_compute_share=st.sampled_from((0.0, 0.37, 1.0)),
         granularity_bytes=st.just(512),
+        host=host_costs(),
     )
     return st.one_of(st.sampled_from(sorted(PRESETS.values(), key=lambda h: h.name)), random_ones)
+
+
+def host_costs() -> st.SearchStrategy[HostCosts]:
+    """Hosts that do a plan for nothing, and those that take longer for an instruction than compute for an op.
+
+    No two costs are alike, so that none can stand for another.
+    """
+    few = {name: (1 + index) * 1.03e-6 for index, name in enumerate(HostCosts.__slots__)}
+    some = st.builds(HostCosts, **{name: st.sampled_from((0.0, cost, 20 * cost)) for name, cost in few.items()})
+    return st.one_of(st.just(HostCosts()), some)

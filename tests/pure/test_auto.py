@@ -16,7 +16,7 @@ from legroom import traceio
 from legroom.bound import lower_bound
 from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
-from legroom.hardware import PRESETS, Hardware
+from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planners import PLANNERS, quick
@@ -25,6 +25,8 @@ from legroom.planners.checkmate import Checkmate
 from legroom.planners.home import Home
 from legroom.planners.local import Search
 from legroom.planners.optimal import Optimal
+from legroom.schedule import lower
+from legroom.simulate import simulate
 from tests.pure.strategies import hardwares, make_trace, traces
 from tests.pure.test_bound import SLOW, link
 from tests.pure.test_optimal import SMALL, all_costs
@@ -92,6 +94,29 @@ def test_no_other_planner_is_faster_on_a_recorded_step() -> None:
     for other in ("dtr", "sublinear", "superneurons", "vdnn"):
         with contextlib.suppress(BudgetError):
             assert plan.predicted_seconds <= PLANNERS[other](trace, hardware, budget).predicted_seconds, other
+
+
+# Half a millisecond for each instruction is far from any machine, but mobilenet's host has little to do.
+BUSY_HOST = HostCosts(
+    tick=20e-6, swap_out=500e-6, release=200e-6, drop=300e-6, prefetch=500e-6, await_=200e-6, replay=300e-6,
+    replay_op=100e-6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mobilenet", 3, 11])
+def test_where_the_host_is_slow_it_asks_less_of_it(name: str | int) -> None:
+    trace = make_trace(name, forward=20) if isinstance(name, int) else traceio.load(TRACES / f"{name}.json.gz")
+    fast = PRESETS["h200"]
+    slow = dataclasses.replace(fast, host=BUSY_HOST).scaled_host(0.05 if isinstance(name, int) else 1.0)
+    floor = floor_bytes(trace)
+    budget = floor + (peak_of(trace) - floor) // 2
+    unaware, aware = SHORT(trace, fast, budget), SHORT(trace, slow, budget)
+    assert_honest(trace, slow, budget, aware)
+    assert aware.gap is not None and aware.gap >= 0.0
+    schedules = [lower(trace, plan, slow) for plan in (unaware, aware)]
+    many, few = (len(schedule.instructions) for schedule in schedules)
+    assert few <= 0.8 * many
+    assert aware.predicted_seconds < 0.95 * simulate(trace, schedules[0], slow).seconds
 
 
 def test_fetches_ahead_of_others_are_taken_over_where_they_are_faster() -> None:

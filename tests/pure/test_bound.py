@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from legroom.bound import LinearProgram, Relaxation, lower_bound
 from legroom.errors import PlanError
 from legroom.evaluate import OVERLAP, SYNC, Evaluator, floor_bytes
-from legroom.hardware import PRESETS, Hardware
+from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
 from legroom.tables import NEVER, tabulate
-from tests.pure.strategies import hardwares, make_trace, plans_for, traces
+from tests.pure.strategies import hardwares, host_costs, make_trace, plans_for, traces
 from tests.pure.test_schedule import LINK, chain
 
 
@@ -80,6 +80,51 @@ def test_no_plan_is_below_the_bound_where_the_host_is_slow(hardware: Hardware, i
     trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, issue_seconds=issue) for op in trace.ops))
     for peak, nanoseconds in fast_plans(trace, hardware, seed):
         assert lower_bound(trace, hardware, peak).seconds <= nanoseconds / 1e9
+
+
+@given(traces(), hardwares(), host_costs(), st.booleans(), st.integers(0, 2**32), st.sampled_from((2, 6, 1000)))
+@settings(max_examples=10, deadline=None)
+def test_no_plan_is_below_the_bound_where_the_host_has_much_to_do(
+    trace: Trace, hardware: Hardware, host: HostCosts, waits: bool, seed: int, most_ticks: int
+) -> None:
+    hardware = dataclasses.replace(hardware, host=host, synchronous=waits)
+    for peak, nanoseconds in fast_plans(trace, hardware, seed):
+        assert lower_bound(trace, hardware, peak, most_ticks=most_ticks).seconds <= nanoseconds / 1e9
+
+
+def test_where_anything_must_be_done_the_hooks_are_paid_for() -> None:
+    """17 ops of 1 µs and 17 ticks of 3 µs, after the last of which an op is to come."""
+    trace = chain(8)
+    hardware = dataclasses.replace(LINK, host=HostCosts(tick=3e-6))
+    assert lower_bound(trace, hardware, trace.peak_bytes).seconds == 17e-6
+    assert lower_bound(trace, hardware, trace.peak_bytes - 1).seconds == pytest.approx(52e-6, rel=1e-6)
+    waiting = dataclasses.replace(hardware, synchronous=True)
+    assert lower_bound(trace, waiting, trace.peak_bytes - 1).seconds == pytest.approx((17 + 17 * 3) * 1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["swap_out", "release", "prefetch", "await_"])
+def test_what_must_be_copied_keeps_the_host(name: str) -> None:
+    """Nothing can be recomputed, and 2 KB of 8 must be away from tick 7 to 9."""
+    trace = chain(8)
+    trace = dataclasses.replace(trace, ops=tuple(dataclasses.replace(op, why_not="random") for op in trace.ops))
+    hardware = dataclasses.replace(LINK, host=HostCosts(**{name: 50e-6}))
+    assert 2 * 50e-6 <= lower_bound(trace, hardware, 6000).seconds * (1 + 1e-6) < 120e-6
+
+
+@pytest.mark.parametrize("name", ["drop", "replay_op"])
+def test_what_must_be_recomputed_keeps_the_host(name: str) -> None:
+    """Three storages of a kilobyte, each by an op of its own."""
+    hardware = dataclasses.replace(SLOW, host=HostCosts(**{name: 50e-6}))
+    assert 3 * 50e-6 <= lower_bound(chain(8), hardware, 5000).seconds * (1 + 1e-6) < 175e-6
+
+
+def test_what_is_not_done_costs_the_host_nothing() -> None:
+    """As in test_what_a_chain_takes: three ops again, or swaps that are free."""
+    swaps = HostCosts(swap_out=50e-6, release=50e-6, prefetch=50e-6, await_=50e-6)
+    replays = HostCosts(drop=50e-6, replay=50e-6, replay_op=50e-6)
+    for hardware, host, budget, expected in ((SLOW, swaps, 5000, 20e-6), (LINK, replays, 7000, 17e-6)):
+        found = lower_bound(chain(8), dataclasses.replace(hardware, host=host), budget).seconds
+        assert found == pytest.approx(expected, rel=5e-4)
 
 
 def test_with_room_for_everything_it_is_the_plain_step() -> None:

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from legroom import kernels
 from legroom.errors import PlanError
 from legroom.evaluate import IMPOSSIBLE, KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
-from legroom.hardware import PRESETS
+from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Tick
 from legroom.plan import Keep, Recompute, Swap
 from legroom.planners import PLANNERS
 from legroom.schedule import check_schedule, codes_of, lower
 from legroom.simulate import simulate
-from tests.pure.strategies import hardwares, make_plan, make_trace, plans_for, traces
-from tests.pure.test_schedule import chain, lower_what_is_possible
+from tests.pure.strategies import hardwares, host_costs, make_plan, make_trace, plans_for, traces
+from tests.pure.test_schedule import LINK, chain, lower_what_is_possible
 
 DECISIONS = {
     KEEP: Keep(),
@@ -40,8 +40,19 @@ DECISIONS = {
 @given(st.data())
 @settings(max_examples=60)
 def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
-    trace = data.draw(traces())
+    _assert_the_same(data, data.draw(hardwares()))
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=60)
+def test_the_evaluator_is_the_simulator_of_a_host_that_has_much_to_do(data: st.DataObject, waits: bool) -> None:
     hardware = data.draw(hardwares())
+    host = data.draw(host_costs().filter(lambda costs: costs != HostCosts()))
+    _assert_the_same(data, dataclasses.replace(hardware, host=host, synchronous=waits))
+
+
+def _assert_the_same(data: st.DataObject, hardware: Hardware) -> None:
+    trace = data.draw(traces())
     plan, _ = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
     codes = np.minimum(codes_of(plan.decisions)[0], SHARED)  # the evaluator's vectors have no "ahead"
     plan = make_plan(trace, tuple(DECISIONS[code] for code in codes.tolist()))
@@ -55,6 +66,30 @@ def test_the_evaluator_is_the_simulator(data: st.DataObject) -> None:
     program = evaluator.lowered(codes)
     evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))  # scratch memory must not leak into a program
     assert evaluator.run(program) == evaluator.run(program) == expected
+
+
+def test_hooks_are_paid_for_by_the_first_change_only() -> None:
+    trace = chain(4)
+    hardware = dataclasses.replace(LINK, host=HostCosts(tick=3e-6))
+    for waits, expected in ((False, 28_000), (True, 36_000)):  # nine ticks and nine ops of 1 µs
+        evaluator = Evaluator(trace, dataclasses.replace(hardware, synchronous=waits))
+        kept, swapped = np.zeros(3, np.int8), np.array([OVERLAP, KEEP, KEEP], np.int8)
+        assert evaluator.judge(kept, 0)[0] == 9_000
+        assert evaluator.judge(swapped, 0)[0] == evaluator.judge_as_start(kept, 0)[0] == expected
+        assert evaluator.judge_as_start(swapped, 0) == evaluator.judge(swapped, 0)
+        assert evaluator.judge_as_start(kept, 0)[1:] == evaluator.judge(kept, 0)[1:]
+
+
+def test_a_swap_that_comes_to_nothing_has_no_hooks() -> None:
+    """Its copy out would not be done before its storage must be back."""
+    hardware = dataclasses.replace(
+        LINK, out_bytes_per_second=1e3, duplex_out_bytes_per_second=1e3, host=HostCosts(tick=3e-6)
+    )
+    codes = np.array([OVERLAP, KEEP, KEEP], np.int8)
+    evaluator = Evaluator(chain(4), hardware)
+    assert lower(chain(4), make_plan(chain(4), (Swap(), Keep(), Keep())), hardware).instructions == ()
+    assert evaluator.evaluate(codes)[0] == 9_000
+    assert evaluator.run(evaluator.lowered(codes))[0] == 9_000
 
 
 @given(st.data())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.hardware import Hardware
+from legroom.hardware import Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.plan import Decision, Keep, Recompute, Swap
 from legroom.schedule import check_schedule, lower
@@ -45,6 +45,89 @@ def test_the_host_can_be_the_bottleneck() -> None:
 def test_a_host_that_waits_adds_issue_to_every_op() -> None:
     waiting = dataclasses.replace(LINK, synchronous=True)
     assert microseconds(simulated(with_issue(chain(4), 0.25e-6), Keep(), Keep(), Keep(), hardware=waiting)) == 9 * 1.25
+
+
+def on_host(**costs: float) -> Hardware:
+    """LINK with a host that takes so many microseconds for each of these."""
+    return dataclasses.replace(LINK, host=HostCosts(**{name: cost * 1e-6 for name, cost in costs.items()}))
+
+
+def test_hooks_cost_time_only_where_anything_is_done() -> None:
+    """Nine ticks and nine ops; the last op is issued after the last tick."""
+    assert microseconds(simulated(chain(4), Keep(), Keep(), Keep(), hardware=on_host(tick=3))) == 9
+    assert microseconds(simulated(chain(4), Swap(), Keep(), Keep(), hardware=on_host(tick=3))) == 9 * 3 + 1
+    assert microseconds(simulated(chain(4), Swap(), Keep(), Keep(), hardware=on_host(tick=0.5))) == 9 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("decision", "costs", "expected"),
+    [
+        (Swap(when="sync"), {"swap_out": 50}, 50 + 1 + 7 + 1),  # at tick 2: then its copy, seven ops, its copy back
+        (Swap(when="sync"), {"release": 50}, 50 + 7 + 1),  # beside the copy out
+        (Swap(when="sync"), {"prefetch": 50}, 50 + 1 + 3),  # at tick 6, with three ops to come
+        (Swap(when="sync"), {"await_": 50}, 50 + 3),
+        (Swap(), {"release": 50}, 50 + 6),  # at tick 3, when its copy is done
+        (Recompute(), {"drop": 50}, 50 + 7 + 1),
+        (Recompute(), {"replay": 50}, 50 + 1 + 3),
+        (Recompute(), {"replay_op": 50}, 50 + 1 + 3),
+        (Recompute(), {"swap_out": 50, "release": 50, "prefetch": 50, "await_": 50}, 9 + 1),
+        (Swap(when="sync"), {"drop": 50, "replay": 50, "replay_op": 50}, 9 + 2),
+    ],
+)
+def test_what_an_instruction_costs_the_host(decision: Decision, costs: dict[str, float], expected: float) -> None:
+    """Nothing else keeps the host, so what it takes begins at once; compute has nothing to do before that is over."""
+    assert microseconds(simulated(chain(4), Keep(), decision, Keep(), hardware=on_host(**costs))) == expected
+
+
+def test_a_host_that_waits_pays_after_compute() -> None:
+    waiting = dataclasses.replace(on_host(tick=0.5, replay=2, replay_op=3, drop=4), synchronous=True)
+    timeline = simulated(chain(4), Keep(), Recompute(), Keep(), hardware=waiting)
+    assert microseconds(timeline) == 9 + 9 * 0.5 + 1 + 2 + 3 + 4
+
+
+def test_a_copy_does_not_begin_before_it_is_issued() -> None:
+    timeline = simulated(chain(4), Swap(), Keep(), Keep(), hardware=on_host(swap_out=2.5, prefetch=0.25))
+    copies = [(i.lane, i.start_ns, i.end_ns) for i in timeline.intervals if i.lane in ("out", "in")]
+    assert copies[0] == ("out", 2500, 3500)  # compute is at tick 1 after a microsecond
+    assert copies[1][0] == "in"
+    assert microseconds(timeline) == 2.5 + 8  # the other ops wait for the host
+
+
+def test_while_compute_waits_the_host_goes_on() -> None:
+    """The copy out takes from 1 to 11 µs, and compute waits for it; the host has done all it must by then."""
+    slow = dataclasses.replace(on_host(tick=1, release=2), out_bytes_per_second=1e8, duplex_out_bytes_per_second=1e8)
+    timeline = simulated(chain(4), Swap(when="sync"), Keep(), Keep(), hardware=slow)
+    out = next(i for i in timeline.intervals if i.lane == "out")
+    assert out.end_ns - out.start_ns == 10_000
+    assert [i for i in timeline.intervals if i.lane == "compute"][1].start_ns == out.end_ns
+    assert next(i for i in timeline.intervals if i.cause == "tick 2").end_ns < out.end_ns
+
+
+def test_only_what_compute_could_have_used_is_a_stall() -> None:
+    """The copy out takes a microsecond of the three that the host takes for its release."""
+    timeline = simulated(chain(4), Keep(), Swap(when="sync"), Keep(), hardware=on_host(release=3))
+    assert timeline.stalls == (Stall(6, 2, 1e-6, "await"),)
+
+
+def test_what_the_host_does_is_in_the_picture() -> None:
+    costs = on_host(tick=0.1, swap_out=0.2, release=0.3, drop=0.4, prefetch=0.5, await_=0.6, replay=0.7, replay_op=0.8)
+    timeline = simulated(chain(4), Swap(), Recompute(), Keep(), hardware=costs)
+    found = {}
+    for interval in timeline.intervals:
+        if interval.lane == "host" and not interval.cause.startswith("op "):
+            found[interval.label, interval.cause.partition(" ")[2]] = interval.end_ns - interval.start_ns
+    ticks = {("tick", str(index)): 100 for index in range(9)}
+    assert found == ticks | {
+        ("swap-out", "of storage 1"): 200,
+        ("release", "of storage 1"): 300,
+        ("drop", "of storage 2"): 400,
+        ("prefetch", "of storage 1"): 500,
+        ("await", "of storage 1"): 600,
+        ("replay", "of storage 2"): 700,
+        ("op1", "of storage 2"): 800,
+    }
+    plain = simulated(chain(4), Swap(), Recompute(), Keep())
+    assert {i.label for i in plain.intervals if i.lane == "host"} == {op.name for op in chain(4).ops}
 
 
 def test_an_overlapped_swap_is_free() -> None:

@@ -44,7 +44,6 @@ from legroom.tables import (
     G_START,
     G_VALUE,
     NEVER,
-    O_NS,
     O_READS,
     O_REPLAYABLE,
     V_FIRST,
@@ -53,6 +52,7 @@ from legroom.tables import (
     V_UNTIL,
     V_WRITER,
     Tables,
+    again_ns,
 )
 
 # What frees more where this frees nothing: without free time a fetch that hides has to start before the peak is over,
@@ -79,7 +79,7 @@ class _Search:
         self.budget = budget_bytes
         self.recompute = recompute
         self.codes: Codes = np.full(evaluator.gaps, KEEP, np.int8)
-        self.now = self._judge()
+        self.now = self.evaluator.judge_as_start(self.codes, budget_bytes)
         self.hidden = 0
 
     def decide(self) -> Codes:
@@ -210,7 +210,7 @@ class _Recomputations:
             found = lineage(tables, gap)
             if found is not None:
                 ops, srcs = found
-                nanoseconds = sum(int(tables.ops[op, O_NS]) for op in ops)
+                nanoseconds = again_ns(tables, ops)
                 self.candidates[gap] = _Candidate(int(tables.gaps[gap, G_BYTES]), nanoseconds, set(srcs))
 
     def prices(self) -> list[tuple[int, float]]:

@@ -19,7 +19,20 @@ import numpy as np
 
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.kernels import Codes
-from legroom.tables import G_BYTES, G_END, G_IN, G_OUT, G_START, G_VALUE, NEVER, O_NS, V_WRITER
+from legroom.tables import (
+    G_BYTES,
+    G_END,
+    G_IN,
+    G_OUT,
+    G_START,
+    G_VALUE,
+    H_DROP,
+    H_REPLAY,
+    H_REPLAY_OP,
+    NEVER,
+    O_NS,
+    V_WRITER,
+)
 
 _ACTIONS = (OVERLAP, SHARED)
 _LAST_RESORTS = (RECOMPUTE, SYNC)  # near the floor only these free enough: to throw away again, and to wait for swaps
@@ -135,6 +148,10 @@ class Search:
         self.count += 1
         return self.evaluator.judge(codes, self.budget)
 
+    def _judge_as_start(self, codes: Codes) -> _Cost:
+        self.count += 1
+        return self.evaluator.judge_as_start(codes, self.budget)
+
     def _changed(self, codes: Codes, gap: int, action: int) -> _Cost:
         """What the plan costs with one gap changed."""
         before = codes[gap]
@@ -145,7 +162,7 @@ class Search:
 
     def _prices(self, codes: Codes, actions: tuple[int, ...], gaps: Iterable[int]) -> list[_Entry]:
         """What each single change costs, where it helps."""
-        now = self._judge(codes)
+        now = self._judge_as_start(codes)
         entries = []
         for gap in gaps:
             for action in actions:
@@ -163,7 +180,8 @@ class Search:
         above = np.concatenate([[0], np.cumsum(self.evaluator.curve() > self.budget)])
         falls = (above[tables.gaps[:, G_END] + 1] - above[tables.gaps[:, G_START]]) * tables.gaps[:, G_BYTES]
         writers = np.append(tables.values[:, V_WRITER], -1)[tables.gaps[:, G_VALUE]]
-        prices = tables.ops[writers, O_NS] / np.maximum(falls, 1)
+        hosted = tables.host[[H_DROP, H_REPLAY, H_REPLAY_OP]].sum()
+        prices = (tables.ops[writers, O_NS] + hosted) / np.maximum(falls, 1)
         order = np.argsort(np.where(falls > 0, prices, np.inf), kind="stable")
         return [int(gap) for gap in order[: min(many, int((falls > 0).sum()))]]
 
@@ -206,7 +224,7 @@ class Search:
     ) -> Codes:
         """Change gaps, cheapest first, until the budget is met or the search has cost too much."""
         heapq.heapify(heap)
-        now = self._judge(codes)
+        now = self._judge_as_start(codes)
         fresh = False
         while now[2] > 0 and self.count < until and now[0] < give_up_ns:
             if not heap:

@@ -45,7 +45,6 @@ def recipe(tables: Tables, gap: int) -> Recipe | None:
             first, stop = tables.values[value, [t.V_FIRST, t.V_STOP]].tolist()
             if first < stop and tables.gaps[first, t.G_VALUE] == value:
                 makes.add(first)
-    costs = tables.ops[sorted(ops)]
-    workspace = int(costs[:, t.O_WORKSPACE].max())
-    nanoseconds = int(costs[:, t.O_NS].sum())
+    workspace = int(tables.ops[sorted(ops), t.O_WORKSPACE].max())
+    nanoseconds = t.again_ns(tables, sorted(ops))
     return Recipe(tuple(sorted(ops)), frozenset(reads), frozenset(makes), nanoseconds, workspace)

@@ -250,7 +250,7 @@ class _Way:
         self.starts, self.ends, self.nbytes = (gaps[:, c] for c in (t.G_START, t.G_END, t.G_BYTES))
         self.copying = gaps[:, t.G_OUT] + gaps[:, t.G_IN]
         self.codes: Codes = np.full(evaluator.gaps, KEEP, np.int8)
-        self.plain_ns, self.plain = evaluator.evaluate(self.codes)
+        self.plain_ns, self.plain, _ = evaluator.judge_as_start(self.codes, NEVER)
         self.rows, self.peaks = [self.codes.copy()], [self.plain]
         self.marks = [0]  # rows of the plans that were aimed at
         self.count = 0
@@ -322,7 +322,7 @@ class _Way:
 
     def _toward(self, codes: Codes, limit: int) -> None:
         """Change to these codes, gap by gap, those first that cost least for what they free."""
-        now = self.evaluator.judge(self.codes, limit)
+        now = self.evaluator.judge_as_start(self.codes, limit)
         entries = []
         for gap in np.flatnonzero(self.codes != codes).tolist():
             then = self._changed(gap, int(codes[gap]), limit)
@@ -335,7 +335,7 @@ class _Way:
 
     def _reach(self, limit: int, heap: list[_Entry], until: int) -> None:
         """Change the cheapest until nothing stands above the limit. Later than `until`, whatever helps is taken."""
-        now = self.evaluator.judge(self.codes, limit)
+        now = self.evaluator.judge_as_start(self.codes, limit)
         falls = np.maximum(1, self._falls(limit))
         heapq.heapify(heap)
         while heap and now[2] > 0:

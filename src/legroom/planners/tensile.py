@@ -223,11 +223,5 @@ class _Job:
 
 
 def _tick_times(evaluator: Evaluator) -> list[int]:
-    """When each tick is reached, in nanoseconds, with everything kept."""
-    times = []
-    compute = host = 0
-    for after_compute, after_host, issue in evaluator.tables.segments[:-1].tolist():
-        compute = max(compute + after_compute, host + after_host)
-        host = compute if issue < 0 else host + issue
-        times.append(compute)
-    return times
+    """When each tick is reached, in nanoseconds, with everything kept and the hooks at work."""
+    return t.reached(t.with_ticks(evaluator.tables)[:-1])

@@ -39,7 +39,7 @@ from legroom.ir import Gap, Op, Trace
 from legroom.plan import Decision, Keep, Plan, Swap, signature
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
-from legroom.tables import G_OUT, G_START, Tables, tabulate
+from legroom.tables import G_OUT, G_START, Tables, reached, tabulate, with_ticks
 from legroom.units import format_bytes
 
 _CONVOLUTION = re.compile(r"convolution|conv(_transpose)?[123]d|conv_tbc")
@@ -90,14 +90,8 @@ def layer_by_layer(tables: Tables, ahead: dict[int, int]) -> dict[int, Swap]:
 
 
 def access_times(tables: Tables) -> list[int]:
-    """Nanoseconds at which compute reaches each tick with everything kept."""
-    compute = host = 0
-    times = []
-    for after_compute, after_host, issue in tables.segments.tolist()[:-1]:
-        compute = max(compute + after_compute, host + after_host)
-        host = compute if issue < 0 else host + issue
-        times.append(compute)
-    return times
+    """Nanoseconds at which compute reaches each tick with everything kept, and the hooks at work."""
+    return reached(with_ticks(tables)[:-1])
 
 
 def offloads(trace: Trace, *, variant: Literal["conv", "all"] = "conv") -> dict[int, int]:
