@@ -309,7 +309,7 @@ class Keeper(TorchDispatchMode):
             self.lineage.nodes.pop(tensor.untyped_storage()._cdata, None)  # no op makes it
         outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
         if made is not None and not any(map(saved_elsewhere, outputs)):
-            self.lineage.made(made, result, {t.untyped_storage()._cdata for t in inputs})
+            self.lineage.made(made, result)
         for tensor in (*inputs, *outputs):
             if saved_elsewhere(tensor):
                 continue

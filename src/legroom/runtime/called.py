@@ -36,7 +36,7 @@ class ReactiveStep:
     def begin(self) -> None:
         self._setting.ledger.generation += 1
         pack, unpack = self.shelter.pack, self.shelter.unpack
-        self._stack.enter_context(Interception(pack, unpack, handler=None, entered=_nothing, left=_nothing))
+        self._stack.enter_context(Interception(pack, unpack, mode=None, entered=_nothing, left=_nothing))
 
     def end(self, *, failed: bool) -> None:
         self._stack.close()

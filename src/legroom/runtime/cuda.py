@@ -68,7 +68,7 @@ class _PinnedCopy:
         self.buffer = buffer
 
     def wait(self) -> None:
-        self.buffer.event.wait(torch.cuda.current_stream(self._device.index))
+        self.buffer.event.wait(self._device._compute())
 
     def drop(self) -> None:
         self._device.pool.give_back(self.buffer)
@@ -91,6 +91,13 @@ def _streams(index: int) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(index) for _ in range(4))
 
 
+def _make_current(stream: torch.cuda.Stream) -> None:
+    """As torch.cuda.set_stream, which passes it on twice."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 def _allocator_settings(text: str) -> None:
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (newer or torch.cuda.memory._set_allocator_settings)(text)
@@ -110,6 +117,7 @@ class CudaDevice:
 
     name = "cuda"
     has_cap = True
+    leaves_hooks_out = True
     answers_later = True
     granularity_bytes = 512
     smallest_swap_bytes = 1024 * 1024  # a 64 KiB copy reached 0.6 GB/s, a 1 MiB copy 49 of 55
@@ -138,6 +146,7 @@ class CudaDevice:
         )
         # One is enough: a stream that waits for an event waits for what was recorded by then.
         self._reached = torch.cuda.Event()
+        self._current = torch._C._cuda_getCurrentStream(index), torch.cuda.current_stream(index)
         self._fraction_before: float | None = None
         # Without expandable segments a block may be up to 1 MiB larger than asked for, and no plan can say by how much.
         _allocator_settings("expandable_segments:True")
@@ -179,8 +188,7 @@ class CudaDevice:
         buffer = self.pool.take(bytes_.numel())
         if buffer is None:
             return self._copy_to_file(bytes_)
-        assert buffer.tensor is not None
-        self._copy(self._out, buffer.tensor[: bytes_.numel()], bytes_, buffer)
+        self._copy(self._out, buffer.first(bytes_.numel()), bytes_, buffer)
         host = _PinnedCopy(self, buffer)
         return host, host
 
@@ -191,17 +199,17 @@ class CudaDevice:
         assert isinstance(host, _PinnedCopy)
         if host.buffer.tensor is None:
             raise DeviceError(CLOSED)
-        self._copy(self._in, bytes_, host.buffer.tensor[: bytes_.numel()], host.buffer)
+        self._copy(self._in, bytes_, host.buffer.first(bytes_.numel()), host.buffer)
         return host
 
     def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, buffer: Buffer) -> None:
         compute = self._after_compute(stream)
         buffer.event.wait(stream)  # the copy before this one, here or of the tensor that had the buffer before
-        torch.cuda.set_stream(stream)
+        _make_current(stream)
         try:
             to.copy_(source, non_blocking=True)
         finally:
-            torch.cuda.set_stream(compute)
+            _make_current(compute)
         buffer.event.record(stream)
 
     def _copy_to_file(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
@@ -213,10 +221,17 @@ class CudaDevice:
 
     def _after_compute(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
         """Let a stream wait for all that was asked of the compute stream until now."""
-        compute = torch.cuda.current_stream(self.index)
+        compute = self._compute()
         self._reached.record(compute)
         self._reached.wait(stream)
         return compute
+
+    def _compute(self) -> torch.cuda.Stream:
+        """The current stream. Seldom another one than the last time, and an object for it takes its time to make."""
+        now = torch._C._cuda_getCurrentStream(self.index)
+        if now != self._current[0]:
+            self._current = now, torch.cuda.current_stream(self.index)
+        return self._current[1]
 
     def digest(self, storage: torch.UntypedStorage) -> bytes:
         return hash_bytes(storage)

@@ -52,6 +52,9 @@ class Device(Protocol):
     granularity_bytes: int
     smallest_swap_bytes: int
     has_cap: bool  # whether set_cap() is kept by the allocator, for all that it reserves
+    # Whether tensors that a plan keeps may be saved without hooks. They cannot leave where a step goes another way
+    # than planned, so only where a cap watches over it.
+    leaves_hooks_out: bool
     answers_later: bool  # whether fingerprints arrive some time after they are asked for
 
     def rounded(self, nbytes: int) -> int: ...
@@ -126,6 +129,7 @@ class CpuDevice:
     # Below this a hook, a system call and a page are dearer than what they free.
     smallest_swap_bytes = 16 * 1024
     has_cap = False
+    leaves_hooks_out = False
     answers_later = False
 
     def __init__(self, spill_dir: str | None = None) -> None:

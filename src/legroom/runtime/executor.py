@@ -6,27 +6,46 @@ step is not the one that was planned for (another size, another order), the rest
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch._C import DisableTorchFunction as no_counting
 from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import TICK, mark
 from legroom.errors import StepError
 from legroom.ir import Trace
+from legroom.runtime.calls import Calls, Gate, Learner, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
-from legroom.runtime.lineage import Lineage, Made, Node, form_of, tensors_in
+from legroom.runtime.lineage import Lineage, Made, Node, form_of
+from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
-from legroom.runtime.residency import Entry, Handle, Kept, Ledger, saved_elsewhere
+from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
 _MOST_OPS = 10**9  # of a step
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 NOT_USED = "a replay gave other bits and was not used"
+
+
+class Ticks(NamedTuple):
+    """What to do and what to expect, tick by tick."""
+
+    at: list[tuple[Instruction, ...]]
+    # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
+    # else gets one, kept by the plan or not: if the step drifts it must be able to go.
+    expected: list[tuple[bool, int, int, bool]]
+    last_drop: dict[int, int]  # by storage
+
+
+def _also(instruction: Instruction) -> tuple[int, ...]:
+    return instruction.also if isinstance(instruction, Replay) else ()
 
 
 class Program:
@@ -40,26 +59,65 @@ class Program:
         self.trace = trace
         self.reserve_bytes = reserve_bytes
         self.idle = not schedule.instructions
-        # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
-        self.at: list[tuple[Instruction, ...]] = [*[()] * len(trace.ticks), (Drop(-1, -1),)]
-        grouped: dict[int, list[Instruction]] = {}
+        self._instructions: dict[int, list[Instruction]] = {}
         for instruction in schedule.instructions:
-            grouped.setdefault(instruction.tick, []).append(instruction)
-        for tick, instructions in grouped.items():
-            self.at[tick] = tuple(instructions)
-        # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
-        # else gets one, kept by the plan or not: if the step drifts it must be able to go.
-        self.expected = [
-            (t.kind == "pack", t.storage, trace.storages[t.storage].nbytes, not trace.storages[t.storage].gaps)
-            for t in trace.ticks
-        ]
+            self._instructions.setdefault(instruction.tick, []).append(instruction)
+        self.all_ticks = self._ticks(range(len(trace.ticks)))
+        self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        touched = {s for op in in_mode if op.id in replayed for s, _ in (*op.reads, *op.writes)}
+        # What must be seen: what is replayed, and what writes to something that replays read or make. While an
+        # optimizer runs, everything is seen if anything may be replayed afterwards.
+        self.watched = frozenset(
+            i
+            for i, op in enumerate(in_mode)
+            if i in self.recorded or (op.phase == "forward" and any(v and s in touched for s, v in op.writes))
+        )
+        # The same calls may write to something else in another step; and what gives a tensor another shape in place
+        # is counted as a write by PyTorch.
+        self.writing = frozenset(
+            i
+            for i, op in enumerate(in_mode)
+            if op.phase == "forward" and (op.name.split(".")[1].endswith("_") or any(v for _, v in op.writes))
+        )
+        self.calls: Calls | None = None  # learned by the first step that goes as planned
+        self.learns = not self.idle and countable(trace)
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
-        self.last_drop = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
+
+    def _ticks(self, hooked: Sequence[int]) -> Ticks:
+        trace = self.trace
+        at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
+        storages = [trace.storages[trace.ticks[tick].storage] for tick in hooked]
+        return Ticks(
+            # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
+            at=[*at, (Drop(-1, -1),)],
+            expected=[
+                (trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, not storage.gaps)
+                for tick, storage in zip(hooked, storages, strict=True)
+            ],
+            last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
+        )
+
+    def learn(self, learner: Learner, *, may_leave_hooks_out: bool) -> None:
+        """Which calls to look into, from a step that went as planned."""
+        self.learns = False
+        ticks = self.trace.ticks
+        packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
+        if not learner.all_inside(self.watched | self.writing, ()):
+            return
+        hooked = set(range(len(ticks)))
+        may_leave_hooks_out &= self.reserve_bytes is None and learner.all_inside((), packs)
+        if may_leave_hooks_out and not learner.saves_in_backward(ticks):
+            moved = {i.storage for here in self._instructions.values() for i in here}
+            moved |= {storage for here in self._instructions.values() for i in here for storage in _also(i)}
+            moved |= {ticks[tick].storage for tick in self._instructions}
+            hooked = needed_ticks(learner.calls, ticks, moved)
+            self.few_ticks = self._ticks(sorted(hooked))
+        self.calls = Calls(learner.calls, ticks, watched_ops=self.watched, writing_ops=self.writing, hooked=hooked)
 
     def one_replayed(self, number: int) -> frozenset[int]:
         """One of the storages that are replayed, another with every number; none where none is."""
@@ -107,23 +165,53 @@ class Executor:
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
         self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
-        self._last = len(program.expected)
-        self._at = program.at
+        self._follow(program.all_ticks)
+        self._is_here = operator.attrgetter(f"is_{device_type}")
+        self._nodes = self.lineage.nodes
         self._storages = len(program.trace.storages)
+        self._calls: Gate | Learner | None = None
+        self._others = 0  # ops that were not the ones to be recorded
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
 
     # hooks
+
+    def _follow(self, ticks: Ticks) -> None:
+        self._at, self._expected, self._last_drop = ticks
+        self._last = len(ticks.expected)
+
+    def interception(self) -> Interception:
+        """Hooks, modes and the engine's stand-in for this step."""
+        mode = OpMode(self.op) if self.program.recorded else None
+        counts = mode is not None or self.ledger.device.leaves_hooks_out
+        if counts and self.program.calls is not None:
+            set_number, matters = self._set_op_number, self.lineage.knows_any
+            self._calls = Gate(self.program.calls, mode, set_op_number=set_number, matters=matters)
+        elif counts and self.program.learns:
+            self._calls = Learner(lambda: (self.ops, self.tick))
+        pack, unpack = self.hooks()
+        if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self.measured:
+            self._follow(self.program.few_ticks)
+            self._calls.hooks = pack, unpack
+        began, ended = self.backward_begins, self.backward_ended
+        return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended)
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
         """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
         if self.measured:
             return self._measured_pack, self._measured_unpack
         # Inside the engine no mode of ours is on, and what unpack does in forward it guards itself.
+        if isinstance(self._calls, Gate):
+            return self._gated_pack, self._unpack
         return self._guarded_pack if self.program.recorded else self._pack, self._unpack
 
+    def _set_op_number(self, number: int) -> None:
+        self.ops = number
+
     def _measured_pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        with no_dispatch(), mark(TICK):
+        if self._calls is not None:
+            self._calls.resume()
+        with no_counting(), no_dispatch(), mark(TICK):
             return self._pack(tensor)
 
     def _measured_unpack(self, packed: Handle | Kept) -> torch.Tensor:
@@ -131,8 +219,17 @@ class Executor:
             return self._unpack(packed)
 
     def _guarded_pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        with no_dispatch():
+        if self._calls is not None:
+            self._calls.resume()
+        with no_counting(), no_dispatch():
             return self._pack(tensor)
+
+    def _gated_pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        if self._calls.watching or counting_here():  # type: ignore[union-attr]
+            return self._guarded_pack(tensor)
+        if self._calls.paused:  # type: ignore[union-attr]
+            self._calls.resume()  # type: ignore[union-attr]
+        return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
         # The common way through is written out: three quarters of a million hooks run in an epoch of a thousand steps.
@@ -141,13 +238,46 @@ class Executor:
             self._begin_tick(None)
         else:
             self.tick = tick + 1
+        if self.reactive is not None or type(tensor) not in _PLAIN or not self._is_here(tensor):
+            return self._odd_pack(tick, tensor)
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # another layout than strided
+            return self._odd_pack(tick, tensor)
+        size = storage.nbytes()
+        is_pack, number, nbytes, plain = self._expected[tick]
+        if not is_pack or not size or tensor.is_quantized or (nbytes != size and not self._as_good(size, nbytes)):
+            return self._odd_pack(tick, tensor)
+        if plain:
+            return Kept(tensor, number, self.generation)
+        ledger = self.ledger
+        key = storage._cdata
+        entry = ledger.by_key.get(key)
+        if entry is None:
+            entry = ledger.by_key[key] = Entry(ledger, number, key, size)
+            ledger.entries += 1
+        elif entry.generation != self.generation:
+            entry.number, entry.generation = number, self.generation
+        if entry.number != number or entry.host is not None:
+            return self._odd_pack(tick, tensor)
+        self.entries[number] = entry
+        if key in self._nodes:
+            self.lineage.saved(entry, tensor)
+        view = View(tensor)
+        entry.views.append(view)
+        return Handle(entry, view)
+
+    def _as_good(self, size: int, nbytes: int) -> bool:
+        return nbytes == self.rounded(size) or self._fits(size - nbytes)
+
+    def _odd_pack(self, tick: int, tensor: torch.Tensor) -> Handle | Kept:
         if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
             return Kept(tensor, -1, self.generation)
         if self.reactive is None:
-            is_pack, number, nbytes, plain = self.program.expected[tick]
+            is_pack, number, nbytes, plain = self._expected[tick]
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if is_pack and (nbytes == size or nbytes == self.rounded(size) or self._fits(size - nbytes)):
+            if is_pack and (nbytes == size or self._as_good(size, nbytes)):
                 if plain:
                     return Kept(tensor, number, self.generation)
                 entry = self.ledger.entry_of(storage, number)
@@ -155,8 +285,7 @@ class Executor:
                     entry.number, entry.generation = number, self.generation
                 if entry.number == number:
                     self.entries[number] = entry
-                    if self.program.recorded:
-                        self.lineage.saved(entry)
+                    self.lineage.saved(entry, tensor)
                     return self.ledger.handle(entry, tensor)
             self.drift("a tensor of another size was saved")
         assert self.reactive is not None
@@ -170,38 +299,56 @@ class Executor:
 
     def _unpack(self, packed: Handle | Kept) -> torch.Tensor:
         tick = self.tick
-        entry = packed.entry if type(packed) is Handle else None
+        if type(packed) is Kept:
+            if self._busy or self._at[tick]:
+                self._begin_tick(None)
+            else:
+                self.tick = tick + 1
+            if self.reactive is None:
+                self._check_way(tick, packed)
+            tensor = packed.tensor
+            if tensor._version != packed.version:
+                packed.fail()
+            return tensor
+        entry = packed.entry  # type: ignore[union-attr]
         if self._busy or self._at[tick]:
             self._begin_tick(entry)
         else:
             self.tick = tick + 1
         if self.reactive is None:
-            owner: Entry | Kept = entry if entry is not None else packed  # type: ignore[assignment]
-            is_pack, number, _, _ = self.program.expected[tick]
-            if is_pack or (owner.number != number and owner.number != -1 and owner.generation == self.generation):
-                self.drift("backward went another way")
-        if entry is None:
-            return packed.unpack()  # type: ignore[union-attr]
+            self._check_way(tick, entry)
         view = packed.view  # type: ignore[union-attr]
-        view.check()
         if entry.loading is not None:
             entry.finish_loading()
         if view.tensor is not None:
+            if view.tensor._version != view.version:
+                view.check()
             return view.tensor
+        view.check()
         with no_dispatch():  # a mode of the user's is not to see this
             if entry.key == 0:
                 self._bring_back(entry)
             assert entry.base is not None
             return view.over(entry.base)
 
+    def _check_way(self, tick: int, owner: Entry | Kept) -> None:
+        is_pack, number, _, _ = self._expected[tick]
+        if is_pack or (owner.number != number and owner.number != -1 and owner.generation == self.generation):
+            self.drift("backward went another way")
+
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
         if self.reactive is None and self.tick != self._last:
             self.drift("the step ended early")
+        self._learn_calls()
         self.lineage.nodes.clear()
         for check in self._checked.values():
             check.drop()
         self._checked.clear()
+
+    def _learn_calls(self) -> None:
+        if isinstance(self._calls, Learner) and self.reactive is None and not self._others:
+            self.program.learn(self._calls, may_leave_hooks_out=self.ledger.device.leaves_hooks_out)
 
     # instructions
 
@@ -347,7 +494,7 @@ class Executor:
         self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        if self.tick > self.program.last_drop.get(entry.number, -1):
+        if self.tick > self._last_drop.get(entry.number, -1):
             entry.settle()
 
     # ops
@@ -360,18 +507,31 @@ class Executor:
             if type(expected) is not str or expected != str(func):
                 # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
                 # needed it is swapped instead.
-                if form_of(func).written and self.lineage.is_read():
+                self._others += expected is not None
+                form = form_of(func)
+                if form.written and self.lineage.is_read():
                     return self._write(func, args, kwargs, None)
+                if form.reshapes and not saved_elsewhere(args[0]):
+                    with no_dispatch():
+                        self.lineage.reshaped(args[0])
                 return func(*args, **kwargs)
             self._recorded[number] = func  # from now on known by itself, not by its name
-        with no_dispatch():
-            made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
-            self._made[number] = ref(made)
-            known = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
+        if torch._C._len_torch_dispatch_stack():  # a mode of the user's is not to see what is done here
+            with no_dispatch():
+                made = self._noted(number, func, args, kwargs)
+            result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
+            with no_dispatch():
+                self.lineage.made(made, result)
+            return result
+        made = self._noted(number, func, args, kwargs)
         result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
-        with no_dispatch():
-            self.lineage.made(made, result, known)
+        self.lineage.made(made, result)
         return result
+
+    def _noted(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
+        made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
+        self._made[number] = ref(made)
+        return made
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
         with no_dispatch():
@@ -384,9 +544,21 @@ class Executor:
     def backward_begins(self) -> None:
         self.lineage.forget_forward()
 
+    def backward_ended(self) -> None:
+        """What another backward may replay must not be written unseen from now on."""
+        if isinstance(self._calls, Gate) and self.lineage.is_read():
+            self._calls.stay_open()
+
+    def optimizer_begins(self) -> None:
+        self.backward_ended()
+        if self._calls is not None:
+            self._calls.pause()
+
     # drift
 
     def drift(self, why: str) -> None:
         self.fallbacks[f"drift: {why}"] += 1
         self._busy = True
+        if isinstance(self._calls, Gate):
+            self._calls.give_up()
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())

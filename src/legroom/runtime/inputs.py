@@ -109,13 +109,14 @@ class InputWatch:
         if threading.get_ident() != self._thread:
             self.elsewhere = True
             return
-        state = (
-            self._model.training,
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            sum(map(_trained, self._parameters)),
-        )
-        signature = (state, signature_of(args), signature_of(kwargs))
+        with torch._C.DisableTorchFunction():  # what is asked here is not a call of the program's
+            state = (
+                self._model.training,
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+                sum(map(_trained, self._parameters)),
+            )
+            signature = (state, signature_of(args), signature_of(kwargs))
         self.calls.append(signature)
         if self.on_call is not None:
             self.on_call(len(self.calls) - 1, signature)

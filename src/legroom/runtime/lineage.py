@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.errors import StepError
-from legroom.runtime.residency import Entry, Ledger, layout_of
+from legroom.runtime.residency import Entry, Ledger, layout_of, saved_elsewhere
 
 # Ops that write tensors their schema does not declare, and where: running means and variances. In training they
 # do not enter the result, so a replay hands in copies.
@@ -98,23 +98,41 @@ Slot = tuple[int, int]
 class Node:
     """One value of this step."""
 
-    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "slot", "tensor", "version", "weak")
+    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "seen", "slot", "storage", "tensor", "weak")
 
     def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
-        self.weak = StorageWeakRef(tensor.untyped_storage())  # keeps the address from being handed out again
+        # By PyTorch's count of writes, which goes up once an op that writes is through. A tensor that is ahead of it
+        # was written by an op that nobody saw, and shows another value.
+        self.seen = tensor._version + (output < 0)
         self.on_cpu = tensor.is_cpu
         self.maker = maker
         self.output = output
         self.slot: Slot | None = (maker.order, output) if maker is not None else None
         self.entry: Entry | None = None
         self.tensor: torch.Tensor | None = None  # held for its bytes: a leaf
-        self.version = 0
+        # Either keeps the address from being handed out again.
+        self.storage: torch.UntypedStorage | None = None
+        self.weak: StorageWeakRef | None = StorageWeakRef(tensor.untyped_storage()) if maker is not None else None
 
     def hold(self, tensor: torch.Tensor) -> None:
-        # Inside a mode detach() runs below the layer that makes it share the version counter: go through all layers.
-        with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _PYTHON_KEYS):
-            self.tensor = tensor.detach()
-        self.version = self.tensor._version
+        if tensor.requires_grad and not tensor.is_leaf:
+            # Not the tensor itself, which holds the graph. Inside a mode detach() runs below the layer that makes it
+            # share the count of writes: go through all layers.
+            with torch._C._ForceDispatchKeyGuard(_NO_KEYS, _PYTHON_KEYS):
+                tensor = tensor.detach()
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
+        self.seen = tensor._version
+
+    def hand_over(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """From now on the entry answers for the bytes."""
+        self.entry, entry.node = entry, self
+        if self.weak is None:
+            self.weak = StorageWeakRef(storage)
+        self.tensor = self.storage = None
+
+    def expired(self) -> bool:
+        return self.storage is None and (self.weak is None or self.weak.expired())
 
     def bytes_at_hand(self) -> torch.Tensor | None:
         """A tensor over this value's storage if it is in memory."""
@@ -122,13 +140,16 @@ class Node:
         if entry is not None and entry.node is self and entry.in_memory:
             entry.finish_loading()
             return entry.base if entry.base is not None else next(v.tensor for v in entry.views if v.tensor is not None)
-        if self.tensor is not None:
-            if self.tensor._version != self.version:
+        tensor, storage = self.tensor, self.storage
+        if tensor is not None and storage is not None:
+            if tensor._version != self.seen:
                 raise StepError(
-                    f"a tensor of shape {list(self.tensor.shape)} that a dropped activation is recomputed from was "
+                    f"a tensor of shape {list(tensor.shape)} that a dropped activation is recomputed from was "
                     "changed in place during backward; legroom cannot replay from it. Move the change after backward"
                 )
-            return self.tensor
+            if tensor.untyped_storage()._cdata != storage._cdata:  # its `data` is another one now
+                return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            return tensor
         return None
 
     def sources(self) -> list[Entry] | None:
@@ -177,14 +198,22 @@ class Blank:
         self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
 
 
-def _reference(value: Any, node_of: Callable[[torch.Tensor], Node], inputs: list[Node]) -> Any:
+NodeOf = Callable[[torch.Tensor, int], "Node"]  # given the tensor's storage, too
+_SCALARS = frozenset((int, float, bool, type(None), torch.dtype, torch.device))
+
+
+def _reference(value: Any, made: Made, node_of: NodeOf) -> Any:
     """An argument with its tensors replaced. Not a closure: one that calls itself is a cycle and keeps what it saw."""
+    if type(value) in _SCALARS:
+        return value
     if isinstance(value, torch.Tensor):
-        argument = Argument(node_of(value), value)
-        inputs.append(argument.node)
+        key = value.untyped_storage()._cdata
+        argument = Argument(node_of(value, key), value)
+        made.keys.append(key)
+        made.inputs.append(argument.node)
         return argument
     if isinstance(value, (list, tuple)):
-        return [_reference(item, node_of, inputs) for item in value]
+        return [_reference(item, made, node_of) for item in value]
     return value
 
 
@@ -192,6 +221,7 @@ class Form(NamedTuple):
     """What of an op is the same in every call."""
 
     written: tuple[tuple[int, str], ...]
+    reshapes: bool  # in place: counted by PyTorch as a write
     shape_only: bool
     has_statistics: bool
     seeded: bool
@@ -211,6 +241,7 @@ def form_of(func: Any) -> Form:
 def _form(func: Any) -> Form:
     return Form(
         written=written_arguments(func),
+        reshapes=torch.Tag.inplace_view in func.tags,
         shape_only=func.__name__.split(".")[0] in SHAPE_ONLY,
         has_statistics=str(func) in HIDDEN_WRITES,
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
@@ -227,6 +258,7 @@ class Made:
         "func",
         "grad",
         "inputs",
+        "keys",
         "kwargs",
         "order",
         "rng",
@@ -240,30 +272,32 @@ class Made:
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        node_of: Callable[[torch.Tensor], Node],
+        node_of: NodeOf,
     ) -> None:
         self.order = order
         self.func = func
         self.inputs: list[Node] = []
+        self.keys: list[int] = []  # the storages of its arguments, until its outputs are known
         self.form = form = form_of(func)
         if form.shape_only:
             args, kwargs = (), {}  # become_empty_like() will fill them in
-        inputs = self.inputs
         # Running statistics do not enter the result: their bytes are not held for a replay.
         blank = hidden_writes(func, args) if form.has_statistics else ()
         self.args = [
-            Blank(value) if blank and any(value is s for s in blank) else _reference(value, node_of, inputs)
+            Blank(value) if blank and any(value is s for s in blank) else _reference(value, self, node_of)
             for value in args
         ]
-        self.kwargs = {name: _reference(value, node_of, inputs) for name, value in kwargs.items()} if kwargs else kwargs
+        self.kwargs = {name: _reference(value, self, node_of) for name, value in kwargs.items()} if kwargs else kwargs
         self.grad = torch.is_grad_enabled()
         # The thread count changes bits of what the CPU computes; kernels elsewhere do not know of it.
-        on_cpu = any(node.on_cpu for node in inputs) or not inputs
+        on_cpu = not self.inputs or any(node.on_cpu for node in self.inputs)
         self.threads = torch.get_num_threads() if on_cpu else None
         self.rng: RandomState | None = None
         if form.seeded:
             self.rng = RandomState(next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None))
-        self.written = [i for i, _ in form.written if i < len(args) and isinstance(args[i], torch.Tensor)]
+        self.written: Sequence[int] = ()
+        if form.written:
+            self.written = [i for i, _ in form.written if i < len(args) and isinstance(args[i], torch.Tensor)]
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default
@@ -307,30 +341,33 @@ class Lineage:
         self.leaves: dict[int, weakref.ref[Node]] = {}  # not held: a leaf lives as long as an op that reads it
         self.copies_before_write = 0
 
-    def node_of(self, tensor: torch.Tensor) -> Node:
-        """The value a tensor shows now."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+    def node_of(self, tensor: torch.Tensor, key: int) -> Node:
+        """The value a tensor shows now; `key` is its storage's."""
         node = self.nodes.get(key)
-        if node is not None and not node.weak.expired():
+        if node is not None and not node.expired() and tensor._version <= node.seen:
             return node
         entry = self.ledger.by_key.get(key)
-        if entry is not None and entry.node is not None:
+        if entry is not None and entry.node is not None and tensor._version <= entry.node.seen:
             return entry.node
         node = Node(tensor, None, 0)
         if entry is not None:
-            node.entry, entry.node = entry, node
+            node.hand_over(entry, tensor.untyped_storage())
         else:
             node.hold(tensor)
         self.leaves[key] = weakref.ref(node)
         self.nodes[key] = node
         return node
 
-    def saved(self, entry: Entry) -> None:
+    def saved(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A storage became an entry: from now on the entry answers for its bytes."""
         node = self.nodes.get(entry.key)
-        if node is not None and not node.weak.expired() and entry.node is None:
-            node.entry, entry.node, node.tensor = entry, node, None
+        if node is not None and tensor._version <= node.seen and not node.expired() and entry.node is None:
+            node.hand_over(entry, tensor.untyped_storage())
+
+    def knows_any(self, arguments: Iterable[Any]) -> bool:
+        """Whether one of these shows a value that a replay makes or reads."""
+        keys = [t.untyped_storage()._cdata for t in tensors_in(arguments) if not saved_elsewhere(t)]
+        return any(key in self.nodes or key in self.leaves for key in keys)
 
     def is_read(self) -> bool:
         """Whether a replay may read something that a write could change; not once all that was saved is gone."""
@@ -347,7 +384,7 @@ class Lineage:
             leaf = known() if known is not None else None
             if leaf is None:
                 continue
-            holds = leaf.tensor is not None and leaf.tensor.untyped_storage()._cdata == key
+            holds = leaf.storage is not None and leaf.storage._cdata == key
             if holds or (leaf.entry is not None and leaf.entry.node is leaf and leaf.entry.key == key):
                 leaf.hold(copy_of_bytes(tensor))
                 self.copies_before_write += 1
@@ -368,16 +405,25 @@ class Lineage:
             if old is not None:
                 old.entry = None
 
-    def made(self, made: Made, result: Any, known: set[int]) -> None:
-        """Give every fresh output its node. `known` are the arguments' storages; an output over one is a view."""
+    def reshaped(self, tensor: torch.Tensor) -> None:
+        """A tensor was given another shape in place: its bytes are the same, PyTorch's count is not."""
+        key = tensor.untyped_storage()._cdata
+        entry = self.ledger.by_key.get(key)
+        for node in {self.nodes.get(key), entry.node if entry is not None else None}:
+            if node is not None:
+                node.seen += 1
+
+    def made(self, made: Made, result: Any) -> None:
+        """Give every fresh output its node. An output over the storage of an argument is a view."""
         outputs = result if isinstance(result, (list, tuple)) else (result,)
         if made.form.shape_only:
             made.become_empty_like(outputs[0])
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor):
                 key = tensor.untyped_storage()._cdata
-                if key not in known:
+                if key not in made.keys:
                     self.nodes[key] = Node(tensor, made, i)
+        made.keys.clear()
 
     def forget_forward(self) -> None:
         """Backward begins: values nobody has recorded as an input, saved or dropped are of no use any more."""

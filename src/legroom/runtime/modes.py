@@ -2,6 +2,7 @@
 
 Saved-tensor hooks see what autograd keeps. A dispatch mode sees ops. The mode is not neutral inside the autograd
 engine, where PyTorch takes other formulas while any mode is on, so it is taken off around every call into the engine.
+Planned steps have it on inside a few of the program's calls only: see `calls`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from legroom.runtime.calls import CallMode, Gate
 
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -41,11 +44,19 @@ class OpMode(TorchDispatchMode):
 
 
 class Engine:
-    """Stands in for the autograd engine while a step runs: the mode is off inside, and the step hears of it."""
+    """Stands in for the autograd engine while a step runs: the modes are off inside, and the step hears of it."""
 
-    def __init__(self, real: Any, mode: OpMode | None, entered: Callable[[], None], left: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        real: Any,
+        mode: OpMode | None,
+        calls: CallMode | None,
+        entered: Callable[[], None],
+        left: Callable[[], None],
+    ) -> None:
         self._real = real
         self._mode = mode
+        self._calls = calls
         self._entered = entered
         self._left = left
 
@@ -56,11 +67,14 @@ class Engine:
         above = _pop_down_to(mode)
         for other in reversed(above):
             _push_mode(other)
+        call_modes_above = self._calls.taken_off() if self._calls is not None else None
         self._entered()
         try:
             return self._real.run_backward(*args, **kwargs)
         finally:
             self._left()
+            if self._calls is not None:
+                self._calls.put_back(call_modes_above)
             if mode is not None:
                 for _ in above:
                     _pop_mode()
@@ -88,25 +102,33 @@ class Interception:
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
         *,
-        handler: OpHandler | None,
+        mode: OpMode | None,
+        calls: CallMode | None = None,
         entered: Callable[[], None],
         left: Callable[[], None],
     ) -> None:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        self._mode = OpMode(handler) if handler is not None else None
+        self._mode, self._calls = mode, calls
         self._entered, self._left = entered, left
         self._engine: Any = None
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
         self._engine = torch.autograd.Variable._execution_engine
-        torch.autograd.Variable._execution_engine = Engine(self._engine, self._mode, self._entered, self._left)  # type: ignore[assignment]
-        if self._mode is not None:
+        engine = Engine(self._engine, self._mode, self._calls, self._entered, self._left)
+        torch.autograd.Variable._execution_engine = engine  # type: ignore[assignment]
+        if self._mode is not None and not isinstance(self._calls, Gate):
             self._mode.__enter__()
+        if self._calls is not None:
+            self._calls.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
-            if self._mode is not None:
+            if self._calls is not None:
+                self._calls.taken_off()
+            if isinstance(self._calls, Gate):
+                self._calls.close()
+            elif self._mode is not None:
                 self._mode.__exit__(*error)
         finally:
             torch.autograd.Variable._execution_engine = self._engine

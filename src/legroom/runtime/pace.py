@@ -44,10 +44,12 @@ class Pace:
             self._steps += 1
             self._open.append((begun, ended))
 
-    def hear(self, simulated_seconds: float) -> None:
-        """Read what has arrived; once all of it has, the factor is another one."""
+    def hear(self, simulated_seconds: float) -> bool:
+        """Read what has arrived; once all of it has, the factor is another one. Whether it has."""
         while self._open and (seconds := self._open[0][1].seconds_since(self._open[0][0])) is not None:
             self._open.popleft()
             self._seconds.append(seconds)
-        if len(self._seconds) == TIMED_STEPS and simulated_seconds > 0.0:
+        known = len(self._seconds) == TIMED_STEPS and simulated_seconds > 0.0
+        if known:
             self.factor = min(max(statistics.median(self._seconds) / simulated_seconds, _LEAST), _MOST)
+        return known

@@ -52,12 +52,26 @@ class Memory(Protocol):
 class Buffer:
     """One piece of pinned memory. Without a tensor once it was freed."""
 
-    __slots__ = ("event", "nbytes", "tensor")
+    __slots__ = ("_first", "event", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, event: Event) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.event = event
         self.nbytes = tensor.numel()
+        self._first: torch.Tensor | None = None
+
+    def first(self, nbytes: int) -> torch.Tensor:
+        """So many bytes of it. Steps repeat, so it is mostly the same number."""
+        assert self.tensor is not None
+        if self._first is None or self._first.numel() != nbytes:
+            self._first = self.tensor[:nbytes]
+        return self._first
+
+    def freed(self) -> torch.Tensor:
+        """Its memory, which is no longer its own."""
+        assert self.tensor is not None
+        tensor, self.tensor, self._first = self.tensor, None, None
+        return tensor
 
 
 @functools.lru_cache(4096)
@@ -247,8 +261,7 @@ class PinnedPool:
 
 
 def _free_buffer(memory: Memory, buffer: Buffer) -> None:
-    tensor, buffer.tensor = buffer.tensor, None
-    assert tensor is not None
+    tensor = buffer.freed()
     buffer.event.synchronize()
     memory.free(tensor)
 

@@ -201,7 +201,7 @@ def _value(argument: Any, replaced: dict[int, torch.Tensor] | None, at_hand: dic
             raise NotAtHand
         return _laid_out(argument.layout, held)
     if type(argument) is Blank:
-        return torch.zeros(argument.size, dtype=argument.dtype, device=argument.device)
+        return torch.empty(argument.size, dtype=argument.dtype, device=argument.device)
     if type(argument) is list:
         return [_value(item, replaced, at_hand) for item in argument]
     return argument

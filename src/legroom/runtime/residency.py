@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
@@ -114,22 +114,15 @@ def laid_out(layout: Layout, held: torch.Tensor) -> torch.Tensor:
 class Entry:
     """One saved storage: in memory (views or `base` hold it), on the host (`host`), or to be replayed (`node`)."""
 
-    __slots__ = (
-        "base",
-        "gap_start",
-        "generation",
-        "host",
-        "key",
-        "ledger",
-        "loading",
-        "nbytes",
-        "node",
-        "number",
-        "pins",
-        "saving",
-        "settled",
-        "views",
-    )
+    # What most entries never change stands here: thousands are made in a step.
+    base: torch.Tensor | None = None
+    host: HostCopy | None = None
+    saving: Copy | None = None
+    loading: Copy | None = None
+    node: Node | None = None
+    pins = 0  # dropped entries whose replay reads this one
+    settled = False  # back for good: it will not be dropped again in this step
+    gap_start = -1
 
     def __init__(self, ledger: Ledger, number: int, key: int, nbytes: int) -> None:
         self.ledger = ledger
@@ -137,14 +130,6 @@ class Entry:
         self.key = key
         self.nbytes = nbytes
         self.views: list[View] = []
-        self.base: torch.Tensor | None = None
-        self.host: HostCopy | None = None
-        self.saving: Copy | None = None
-        self.loading: Copy | None = None
-        self.node: Node | None = None
-        self.pins = 0  # dropped entries whose replay reads this one
-        self.settled = False  # back for good: it will not be dropped again in this step
-        self.gap_start = -1
         self.generation = ledger.generation
 
     @property
@@ -153,8 +138,13 @@ class Entry:
 
     def exclusive(self) -> bool:
         """Whether nothing but this entry refers to its bytes."""
-        ours = sum(view.tensor is not None for view in self.views) + (self.base is not None)
-        return self.key != 0 and self.loading is None and _use_count(self.key) == _ALONE - 1 + ours
+        if self.key == 0 or self.loading is not None:
+            return False
+        count = _ALONE if self.base is not None else _ALONE - 1
+        for view in self.views:
+            if view.tensor is not None:
+                count += 1
+        return _use_count(self.key) == count
 
     def start_saving(self) -> None:
         if self.host is None:
@@ -206,13 +196,16 @@ class Entry:
 
     def forget(self, view: View) -> None:
         """A handle is gone. With the last one the storage dies, unless a dropped entry is to be made from it."""
-        last = len(self.views) == 1
-        if last and self.pins and self.in_memory:
-            self.flat()  # the views are about to go, and with them the last reference to these bytes
-        self.views.remove(view)
-        if last and not self.pins:
+        views = self.views
+        if len(views) > 1:
+            views.remove(view)
+        elif not self.pins:
+            views.clear()
             self.die()
-        elif last:
+        else:
+            if self.key != 0:
+                self.flat()  # the view is about to go, and with it the last reference to these bytes
+            views.clear()
             self._lapse()
 
     def _lapse(self) -> None:
@@ -283,8 +276,11 @@ class Kept:
 
     def unpack(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
+            self.fail()
         return self.tensor
+
+    def fail(self) -> NoReturn:
+        raise modified_in_place(self.tensor.type(), list(self.tensor.shape), self.tensor._version, self.version)
 
 
 def modified_in_place(kind: str, shape: list[int], now: int, expected: int) -> RuntimeError:

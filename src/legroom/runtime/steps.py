@@ -15,7 +15,7 @@ from legroom.curve import Curve, read_curve
 from legroom.runtime.census import Census
 from legroom.runtime.executor import Executor, Program
 from legroom.runtime.inputs import InputWatch, Signature
-from legroom.runtime.modes import Interception
+from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
@@ -119,7 +119,7 @@ class ShelteredStep:
             self._log.start()
         shelter = self.shelter
         self._stack.enter_context(
-            Interception(shelter.pack, shelter.unpack, handler=shelter.op, entered=_nothing, left=_nothing)
+            Interception(shelter.pack, shelter.unpack, mode=OpMode(shelter.op), entered=_nothing, left=_nothing)
         )
 
     def _optimizer_begins(self) -> None:
@@ -189,10 +189,8 @@ class PlannedStep:
             # What a step makes for itself dies with it; passes over it meanwhile took 5 to 9 ms of 165 on a GPU's host.
             gc.disable()
             self._stack.callback(gc.enable)
-        handler = executor.op if self._program.recorded else None
-        self._stack.enter_context(
-            Interception(*executor.hooks(), handler=handler, entered=executor.backward_begins, left=_nothing)
-        )
+        self._stack.enter_context(optimizer_phase(executor.optimizer_begins, _nothing))
+        self._stack.enter_context(executor.interception())
 
     @property
     def drifted(self) -> bool:
@@ -257,7 +255,7 @@ class IdleStep:
         self.executor = executor = setting.executor(self._program, checks=frozenset(), wait=False, measured=False)
         executor.drift("the model was called with something else")
         self._stack.enter_context(
-            Interception(*executor.hooks(), handler=None, entered=executor.backward_begins, left=_nothing)
+            Interception(*executor.hooks(), mode=None, entered=executor.backward_begins, left=_nothing)
         )
 
 

@@ -1,0 +1,303 @@
+"""The program's calls into PyTorch, and the few of them that a planned step must look into.
+
+A dispatch mode costs about 20 microseconds an op and a hook 15 a saved tensor, for all of the step, and a plan is about
+a few ops and tensors only. So the first planned step counts the calls of PyTorch's functions as Python makes them, and
+notes which ops and hooks ran inside each. From then on the mode is on inside the calls whose ops are replayed, and the
+hooks are on inside those that save what the plan moves. Where a step makes other calls than the one that was learned,
+everything is on for the rest of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_call_mode
+from torch.overrides import _push_mode as _push_call_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from legroom.ir import Tick, Trace
+
+# Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
+_UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
+_MOST_EXTRA = 64  # calls in a row that were not there before, such as those of a line that logs now and then
+_MOST_LEFT_OUT = 32
+_NO_OP = -(10**9)  # number of an op that is none of the plan's
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def countable(trace: Trace) -> bool:
+    """Whether calls may be counted: not where that would change what is called, or compiled code would notice."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if getattr(frames, "FRAME_COUNTER", 0):
+        return False
+    return not any(op.name.startswith(_UNCOUNTED) for op in trace.ops)
+
+
+class Called(NamedTuple):
+    """One call, and the numbers of the ops and ticks inside."""
+
+    func: Any
+    ops: range
+    ticks: range
+
+    def packs(self, ticks: Sequence[Tick]) -> list[int]:
+        return [tick for tick in self.ticks if ticks[tick].kind == "pack"]
+
+
+class Calls:
+    """What was learned: all calls of a step, and what to do about each."""
+
+    def __init__(
+        self,
+        calls: list[Called],
+        ticks: Sequence[Tick],
+        *,
+        watched_ops: Container[int],
+        writing_ops: Container[int],
+        hooked: Container[int],
+    ) -> None:
+        """watched_ops: always. writing_ops: if called with something that matters. hooked: ticks that are needed."""
+        self.calls = calls
+        self.watched = [any(op in watched_ops for op in call.ops) for call in calls]
+        self.writing = [any(op in writing_ops for op in call.ops) for call in calls]
+        # None: it saves nothing, as far as is known.
+        packs = [call.packs(ticks) for call in calls]
+        self.hooked = [any(tick in hooked for tick in inside) if inside else None for inside in packs]
+        # Those that need nothing at all.
+        self.passed = {
+            i: call.func
+            for i, call in enumerate(calls)
+            if not self.watched[i] and not self.writing[i] and self.hooked[i] is None
+        }
+
+
+class CallMode(TorchFunctionMode):
+    """In force from the beginning of a step, but not inside the engine and the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+
+    def pause(self) -> None:
+        """Until resume(): an optimizer asks every parameter for its gradient, and each would be a call."""
+        stack = _get_current_function_mode_stack()
+        if stack and stack[-1] is self:  # else the program has put its own above, and takes off what lies on top
+            _pop_call_mode()
+            self.paused = True
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused = False
+            _push_call_mode(self)
+
+    def taken_off(self) -> list[Any] | None:
+        """Take it off the stack; what lay above it, topmost first. None where it was not there."""
+        if self not in _get_current_function_mode_stack():
+            return None
+        above: list[Any] = []
+        while (top := _pop_call_mode()) is not self:
+            above.append(top)
+        for other in reversed(above):
+            _push_call_mode(other)
+        return above
+
+    def put_back(self, above: list[Any] | None) -> None:
+        if above is not None:
+            for _ in above:
+                _pop_call_mode()
+            _push_call_mode(self)
+            for other in reversed(above):
+                _push_call_mode(other)
+
+
+class Learner(CallMode):
+    """Notes every call while the mode and the hooks are on for all of the step."""
+
+    def __init__(self, now: Callable[[], tuple[int, int]]) -> None:
+        """now: the numbers of the next op and of the next tick."""
+        super().__init__()
+        self._now = now
+        self.calls: list[Called] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, tick = self._now()
+        place = len(self.calls)
+        self.calls.append(Called(func, range(0), range(0)))
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            next_op, next_tick = self._now()
+            self.calls[place] = Called(func, range(op, next_op), range(tick, next_tick))
+
+    def saves_in_backward(self, ticks: Sequence[Tick]) -> bool:
+        """Whether a call both saves and brings back: then what it saves depends on what was saved before."""
+        return any(0 < len(call.packs(ticks)) < len(call.ticks) for call in self.calls)
+
+    def all_inside(self, ops: Container[int], packs: Iterable[int]) -> bool:
+        """Whether all of these ran inside of a call: not where a compiled function, or C++ code, made them."""
+        last_op = max((call.ops.stop for call in self.calls), default=0)
+        inside = {op for call in self.calls for op in call.ops}
+        ticked = {tick for call in self.calls for tick in call.ticks}
+        outside = (op for op in range(max(last_op, self._now()[0])) if op not in inside)
+        return not any(op in ops for op in outside) and ticked.issuperset(packs)
+
+
+class Gate(CallMode):
+    """Has a dispatch mode and the hooks on inside the calls that need them."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        mode: Any,  # None: no op has to be seen
+        *,
+        set_op_number: Callable[[int], None],
+        matters: Callable[[Iterable[Any]], bool],
+    ) -> None:
+        """matters: whether what a call writes to does, by its arguments."""
+        super().__init__()
+        self._calls = calls
+        self._passed = calls.passed
+        self._mode = mode
+        self.hooks: tuple[Any, Any] | None = None  # to be switched; None: they stay on
+        self._hooks_on = True
+        self._set_op_number = set_op_number
+        self._matters = matters
+        self._number = 0
+        self._extra = 0
+        self.open = False  # for good
+        self.watching = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = self._number
+        self._number = number + 1
+        if self._passed.get(number) is not func and not self.open:
+            return self._look(number, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _look(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        known = self._calls
+        found = self._find(number, func)
+        if found is None:
+            self._number = number  # it is one more
+            self._extra += 1
+            self._switch_hooks(on=True)
+            if self._extra > _MOST_EXTRA:
+                self.stay_open()
+                return func(*args, **kwargs)
+            return self._watched(_NO_OP, func, args, kwargs)
+        number, self._number, self._extra = found, found + 1, 0
+        hooked = known.hooked[number]
+        if hooked is not None and hooked is not self._hooks_on:
+            self._switch_hooks(on=hooked)
+        if known.watched[number] or (known.writing[number] and self._matters((*args, *kwargs.values()))):
+            return self._watched(known.calls[number].ops.start, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _find(self, number: int, func: Any) -> int | None:
+        """Which of the calls that are known comes now; some that need nothing may have been left out."""
+        calls = self._calls.calls
+        for place in range(number, min(number + _MOST_LEFT_OUT + 1, len(calls))):
+            if _same(calls[place].func, func):
+                return place
+            if place not in self._passed:
+                break
+        return None
+
+    def _watched(self, op_number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._mode is None:
+            return func(*args, **kwargs)
+        self._set_op_number(op_number)
+        self.watching = True
+        _push_beneath(self._mode)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _take_out(self._mode)
+            self.watching = self.open
+
+    def _switch_hooks(self, *, on: bool) -> None:
+        if self.hooks is None or on is self._hooks_on:
+            return
+        if on:
+            _push_hooks(*self.hooks)
+        else:
+            top = _top_hooks(True)
+            if top is None or top[0] is not self.hooks[0]:
+                return  # the program has hooks of its own on: then ours are not asked, and not ours to take off
+            _pop_hooks()
+        self._hooks_on = on
+
+    def give_up(self) -> None:
+        """The step is another one. Inside an op, where this is found out, only hooks may be put on."""
+        self._switch_hooks(on=True)
+        self._passed = {}
+        self._extra = _MOST_EXTRA
+        self._number = len(self._calls.calls)
+
+    def stay_open(self) -> None:
+        """See everything for the rest of the step. Not inside an op: it is entered with the mode, or it is not."""
+        if not self.open:
+            self._switch_hooks(on=True)
+            self._set_op_number(_NO_OP)
+            self.open = self.watching = True
+            if self._mode is not None:
+                _push_beneath(self._mode)
+
+    def close(self) -> None:
+        self._switch_hooks(on=True)  # whoever put them on takes them off
+        if self.open and self._mode in _get_current_dispatch_mode_stack():
+            _take_out(self._mode)
+
+
+def _same(func: Any, other: Any) -> bool:
+    """Getters of properties are equal and never the same."""
+    return func is other or func == other
+
+
+def _push_beneath(mode: Any) -> None:
+    """Under the program's own modes: they were put on inside the step, where this one is in force from the start."""
+    others = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    _push_mode(mode)
+    for other in reversed(others):
+        _push_mode(other)
+
+
+def _take_out(mode: Any) -> None:
+    others: list[Any] = []
+    while (top := _pop_mode()) is not mode:
+        others.append(top)
+    for other in reversed(others):
+        _push_mode(other)
+
+
+def counting_here() -> bool:
+    """Whether the next call would be counted: not inside one that is."""
+    return bool(torch._C._len_torch_function_stack())
+
+
+def needed_ticks(calls: Iterable[Called], ticks: Sequence[Tick], moved: set[int]) -> set[int]:
+    """The ticks at which hooks must run: those of the storages in `moved`, and whatever is saved in one call with one.
+
+    A storage is hooked wherever it is saved or nowhere, so that what comes back in backward is known.
+    """
+    by_storage: dict[int, list[set[int]]] = {}
+    for call in calls:
+        together = {ticks[tick].storage for tick in call.packs(ticks)}
+        for storage in together:
+            by_storage.setdefault(storage, []).append(together)
+    hooked: set[int] = set()
+    found = list(moved)
+    while found:
+        storage = found.pop()
+        if storage not in hooked:
+            hooked.add(storage)
+            for together in by_storage.get(storage, ()):
+                found += together - hooked
+    return {number for number, tick in enumerate(ticks) if tick.storage in hooked}
