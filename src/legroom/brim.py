@@ -47,7 +47,14 @@ class Brim:
         if goal - self.usable_bytes < self._budget_bytes * _WORTH or peak_bytes < self.usable_bytes * (1 - _WORTH):
             self.settled = True  # little to gain, or the plan does not fill what it has
             return False
-        return self._go_to(goal)
+        # Half of the way: another plan falls into other pieces, and one that does not fit ends the step.
+        return self._go_to((self.usable_bytes + goal) // 2)
+
+    def new_plan(self) -> None:
+        """Another plan for as many bytes: how its memory falls into pieces is not known yet."""
+        self.settled = False
+        self._good_bytes = 0
+        self._steps = 0
 
     def after_failure(self) -> None:
         """A planned step ran out of memory."""

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,7 @@ from legroom.errors import BudgetError, LegroomError, PlanError, StepError, Trac
 from legroom.evaluate import floor_bytes
 from legroom.following import DRIFT_WINDOW_STEPS, DRIFTS, FIRST_CHECK, REACTIVE_STEPS, ROOMY, Following
 from legroom.hardware import Hardware
+from legroom.hostfit import host_factor, with_host
 from legroom.ir import Trace
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
@@ -54,6 +55,9 @@ from legroom.units import format_bytes, parse_bytes
 
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
 MOST_CALIBRATIONS = 4
+MOST_HOST_FITS = 2  # the second corrects what the first, from another plan, got wrong
+_SAME_HOST = 0.05
+_WORTH_ANOTHER = 0.98  # of the time that the plan before takes
 
 AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
 
@@ -171,6 +175,8 @@ class Room:
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
         self._pace = Pace()
+        self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
+        self._host_fits = 0
         self._trimmed = False
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
@@ -332,7 +338,7 @@ class Room:
                 self._usable_bytes,
                 self._planner,
                 self._priced,
-                partial(probe, self._setting.device_type, self._spill_dir),
+                self._hardware,
             )
             self._program = None
             self._sheltered_since_drift, self._sheltered_until = SHELTERED_STEPS, 0
@@ -392,6 +398,9 @@ class Room:
     def _usable_bytes(self) -> int:
         return self.budget_bytes if self._brim is None else self._brim.usable_bytes
 
+    def _hardware(self) -> Hardware:
+        return probe(self._setting.device_type, self._spill_dir).scaled_host(self._host_factor)
+
     def _plan_for(self, trace: Trace) -> None:
         self.trace, self.plan, self.timeline, self._program = trace, None, None, None
         self._planned_base_bytes = self._base_bytes
@@ -406,7 +415,7 @@ class Room:
 
     def _find_plan(self, trace: Trace) -> tuple[Plan, Hardware]:
         with patience("measuring the machine and planning the step"):
-            hardware = probe(self._setting.device_type, self._spill_dir)
+            hardware = self._hardware()
             plan = self._given
             if plan is None:
                 # Near the floor a plan that makes the allocator work for its room is better than none.
@@ -487,6 +496,38 @@ class Room:
         self._plan_for(self.trace)
         return True
 
+    def _look_at_host(self) -> bool:
+        """Whether another plan was made because the host is slower, or faster, than was thought."""
+        trace, plan, timeline = self.trace, self.plan, self.timeline
+        if trace is None or plan is None or timeline is None or self._host_fits >= MOST_HOST_FITS:
+            return False
+        if self._program is None or self._program.idle or not any(astuple(self._hardware().host)):
+            return False
+        if not self._pace.hear(timeline.seconds):
+            return False
+        self._host_fits += 1
+        factor = host_factor(trace, self._schedule, self._hardware(), timeline.seconds * self._pace.factor)
+        if abs(factor - 1.0) < _SAME_HOST:
+            return False
+        self._host_factor *= factor
+        trace = with_host(trace, factor)
+        self._predict(trace, self._schedule, self._hardware())  # of the plan that ran, with what is known now
+        assert self.timeline is not None
+        self.trace = trace
+        self._pace.hear(self.timeline.seconds)
+        if self._given is not None:
+            return False
+        before = self.timeline.seconds
+        found, hardware = self._find_plan(trace)
+        if simulate(trace, lower(trace, found, hardware), hardware).seconds > before * _WORTH_ANOTHER:
+            return False
+        self._adopt(trace, found, hardware)
+        self._calibrations = 0
+        if self._brim is not None:
+            self._brim.new_plan()
+            self._device.merge_free()
+        return True
+
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
         mismatch: list[str] = []
         if run.executor is not None:
@@ -517,6 +558,8 @@ class Room:
             # Sheltered steps swap everything. Not before the plan is there to stay: the next one might need it again.
             self._trimmed = True
             self._device.trim(self._in_flight)
+        if self._trimmed and run.curve is None and self._look_at_host():
+            return
         if run.curve is None or self.trace is None or self.timeline is None:
             return
         if self._base_bytes < self._planned_base_bytes:
@@ -554,7 +597,7 @@ class Room:
     def report(self) -> Report:
         """What happened so far."""
         if self._following is not None and self.timeline is None and self.trace is not None and self.plan is not None:
-            self._predict(self.trace, self._schedule, probe(self._setting.device_type, self._spill_dir))
+            self._predict(self.trace, self._schedule, self._hardware())
         trace, plan, timeline = self.trace, self.plan, self.timeline
         sizes = Counter[str]()
         if trace is not None and plan is not None:

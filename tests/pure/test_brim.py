@@ -36,8 +36,8 @@ def test_it_ends_below_what_the_allocator_can_give_and_not_far_below(lost_bytes:
 
 def test_an_allocator_that_loses_nothing_is_filled() -> None:
     brim = Brim(BUDGET)
-    assert trained(brim, 0) == (1, 0)
-    assert brim.usable_bytes == pytest.approx(0.995 * BUDGET)
+    assert trained(brim, 0) == (3, 0)  # by halves
+    assert brim.usable_bytes == pytest.approx(0.983 * BUDGET, rel=1e-3)
 
 
 def test_a_plan_that_does_not_fill_its_room_is_left_alone() -> None:
@@ -51,10 +51,21 @@ def test_pieces_that_grow_with_the_plan_take_it_back() -> None:
     brim = Brim(BUDGET)
     for _ in range(3):
         again = brim.after_step(rearranged=False, reserved_bytes=brim.usable_bytes, peak_bytes=brim.usable_bytes)
-    assert again and brim.usable_bytes > 0.99 * BUDGET
+    assert again and brim.usable_bytes > 0.94 * BUDGET
     for _ in range(3):
         again = brim.after_step(rearranged=True, reserved_bytes=BUDGET, peak_bytes=brim.usable_bytes)
     assert again and brim.usable_bytes == int(0.9 * BUDGET) and brim.settled
+
+
+def test_another_plan_is_looked_at_again() -> None:
+    brim = Brim(BUDGET)
+    trained(brim, 0)
+    usable = brim.usable_bytes
+    brim.new_plan()
+    assert not brim.settled and brim.usable_bytes == usable
+    for _ in range(3):
+        again = brim.after_step(rearranged=True, reserved_bytes=BUDGET, peak_bytes=usable)
+    assert again and brim.usable_bytes < usable
 
 
 def test_running_out_of_memory_lowers_it_and_keeps_it_low() -> None:

@@ -31,6 +31,7 @@ ORDER = (
     "schedule",
     "timeline",
     "simulate",
+    "hostfit",
     "evaluate",
     "bound",
     "planners",

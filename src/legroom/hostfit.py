@@ -1,0 +1,45 @@
+"""How fast the host is, from steps that were timed.
+
+What an op, a hook or an instruction takes on the host depends on the processor, on the model's own Python and on what
+else runs there. It cannot be measured op by op without slowing it down. But the more the host is behind, the longer the
+step takes: so one factor on all that the host does is found, with which the simulated step takes as long as the real
+one did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.schedule import Schedule
+from legroom.simulate import simulate
+
+SLOWEST, FASTEST = 4.0, 0.25
+_HALVINGS = 12
+_NOISE = 0.03  # of the step's time
+
+
+def with_host(trace: Trace, factor: float) -> Trace:
+    """The trace on a host that takes so many times as long to issue an op."""
+    return replace(trace, ops=tuple(replace(op, issue_seconds=op.issue_seconds * factor) for op in trace.ops))
+
+
+def host_factor(trace: Trace, schedule: Schedule, hardware: Hardware, seconds: float) -> float:
+    """By how much slower than assumed the host is, if steps of this schedule take so long."""
+
+    def simulated(factor: float) -> float:
+        return simulate(with_host(trace, factor), schedule, hardware.scaled_host(factor)).seconds
+
+    if abs(simulated(1.0) - seconds) <= _NOISE * seconds:
+        return 1.0
+    low, high = FASTEST, SLOWEST
+    fastest, slowest = simulated(low), simulated(high)
+    if fastest == slowest:
+        return 1.0  # the host is never waited for: the step says nothing about it
+    if not fastest < seconds < slowest:
+        return high if seconds >= slowest else low
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if simulated(middle) < seconds else (low, middle)
+    return high
