@@ -36,8 +36,13 @@ def test_it_ends_below_what_the_allocator_can_give_and_not_far_below(lost_bytes:
 
 def test_an_allocator_that_loses_nothing_is_filled() -> None:
     brim = Brim(BUDGET)
-    assert trained(brim, 0) == (3, 0)  # by halves
-    assert brim.usable_bytes == pytest.approx(0.983 * BUDGET, rel=1e-3)
+    assert trained(brim, 0) == (2, 0)
+    assert brim.usable_bytes == pytest.approx(0.984 * BUDGET, rel=1e-3)
+
+
+@pytest.mark.parametrize(("mebibytes", "share"), [(100, 0.8), (720, 0.822), (2000, 0.9)])
+def test_small_budgets_begin_lower(mebibytes: int, share: float) -> None:
+    assert Brim(mebibytes * 2**20).usable_bytes == pytest.approx(share * mebibytes * 2**20, rel=1e-3)
 
 
 def test_a_plan_that_does_not_fill_its_room_is_left_alone() -> None:
