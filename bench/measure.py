@@ -24,7 +24,7 @@ LEGROOM = "legroom@"
 LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
 # Where memory is capped, up to six plans of three steps each are tried, and eight steps of the last are timed for what
 # the report predicts: none of them may be among those that are compared with the prediction.
-LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 32, 40
+LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 80
 FEWEST_STEPS = 3
 LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows
 # The cap is on reserved memory, of which a plan leaves a few percent between blocks: the smallest peak is tried first.
@@ -187,7 +187,7 @@ class _Bench:
             for number in range(most):
                 step(number)
                 planned = room.report().planned_steps if number + 1 >= least or planned_only else 0
-                if number + 1 >= least and planned >= PLANNED_STEPS:
+                if number + 1 >= least and planned >= PLANNED_STEPS and (room.settled or self.job.device != "cuda"):
                     break
                 if planned_only and number >= 3 and not planned:
                     return replace(row, status="budget", detail="no step could be planned")

@@ -177,6 +177,7 @@ class Room:
         self._pace = Pace()
         self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
         self._host_fits = 0
+        self._steady = False  # whether the allocator has come to terms with the plan
         self._trimmed = False
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
@@ -191,6 +192,14 @@ class Room:
         self._same_inputs = False  # and of the one before it
         self._may_idle = True
         self._closed = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is the one that stays, unless the step changes."""
+        if self._following is not None or self._program is None or not self._steady:
+            return False
+        waits_for_host = any(astuple(self._hardware().host)) and not self._program.idle
+        return not waits_for_host or self._host_fits >= MOST_HOST_FITS
 
     def step(self) -> Step:
         """A context for one training step: forward, backward and optimizer, as they are."""
@@ -445,7 +454,7 @@ class Room:
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
         self._inputs, self._same_inputs = (), False
-        self._trimmed = False
+        self._steady = self._trimmed = False
         self._pace.new_plan()
         self._calibrated = False
         self._measured_curve = ()
@@ -505,7 +514,7 @@ class Room:
             return False
         if not self._pace.hear(timeline.seconds):
             return False
-        self._host_fits += 1
+        fits, self._host_fits = self._host_fits, MOST_HOST_FITS
         factor = host_factor(trace, self._schedule, self._hardware(), timeline.seconds * self._pace.factor)
         if abs(factor - 1.0) < _SAME_HOST:
             return False
@@ -522,6 +531,7 @@ class Room:
         if simulate(trace, lower(trace, found, hardware), hardware).seconds > before * _WORTH_ANOTHER:
             return False
         self._adopt(trace, found, hardware)
+        self._host_fits = fits + 1
         self._calibrations = 0
         if self._brim is not None:
             self._brim.new_plan()
@@ -554,12 +564,15 @@ class Room:
             self._same_inputs = before == self._inputs
         if self._look_at_pieces():
             return
-        if not self._trimmed and (self._brim is None or self._brim.settled or self._given is not None):
+        if not self._steady and (self._brim is None or self._brim.settled or self._given is not None):
+            self._steady = True
+            self._device.settle()
+        if self._steady and run.curve is None and self._look_at_host():
+            return
+        if not self._trimmed and self.settled:
             # Sheltered steps swap everything. Not before the plan is there to stay: the next one might need it again.
             self._trimmed = True
             self._device.trim(self._in_flight)
-        if self._trimmed and run.curve is None and self._look_at_host():
-            return
         if run.curve is None or self.trace is None or self.timeline is None:
             return
         if self._base_bytes < self._planned_base_bytes:
@@ -664,7 +677,7 @@ class Step:
         _active = self
         try:
             run.begin()
-            if isinstance(run, PlannedStep | IdleStep) and self._room._trimmed and run.census is None:
+            if isinstance(run, PlannedStep | IdleStep) and self._room._steady and run.census is None:
                 self._room._pace.begin(self._room._device)
         except BaseException:
             self._leave(run, failed=True)
