@@ -33,7 +33,16 @@ from legroom.ir import Trace
 from legroom.plan import Plan, Recompute, Swap, signature
 from legroom.report import Report
 from legroom.runtime.device import CpuDevice
-from legroom.runtime.lineage import Lineage, Made, Node, hidden_writes, never_replayed, tensors_in, written_arguments
+from legroom.runtime.lineage import (
+    Lineage,
+    Made,
+    Node,
+    hidden_writes,
+    never_replayed,
+    tensors_in,
+    written_arguments,
+    written_tensors,
+)
 from legroom.runtime.replay import replay
 from legroom.runtime.residency import Ledger, View, saved_elsewhere
 from tests.harness import Digest, digest
@@ -301,7 +310,7 @@ class Keeper(TorchDispatchMode):
             made = Made(self.ops, func, args, kwargs, self.lineage.node_of)
         writes = bool(written_arguments(func))
         if writes:
-            self.lineage.before_write(func, args, kwargs)
+            self.lineage.before_write(written_tensors(func, args, kwargs))
         result = func(*args, **kwargs)
         if writes:
             self.lineage.after_write(func, args, kwargs, made)

@@ -9,6 +9,7 @@ everything is on for the rest of it.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,9 +24,14 @@ from legroom.ir import Tick, Trace
 
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
+_WITH_FAST_WAYS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+# Arguments with which a function writes that otherwise does not.
+_WRITES_IF = ("out", "inplace")
+# Functions that write to running statistics when they train, without their schema saying so.
+_WITH_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index"))
 _MOST_EXTRA = 64  # calls in a row that were not there before, such as those of a line that logs now and then
 _MOST_LEFT_OUT = 32
-_NO_OP = -(10**9)  # number of an op that is none of the plan's
+_NO_OPS = range(-(10**9), -(10**9))  # numbers of ops that are none of the plan's
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -35,9 +41,14 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def countable(trace: Trace) -> bool:
     """Whether calls may be counted: not where that would change what is called, or compiled code would notice."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    if getattr(frames, "FRAME_COUNTER", 0):
+    if getattr(frames, "FRAME_COUNTER", 0) or any(op.name.startswith(_UNCOUNTED) for op in trace.ops):
         return False
-    return not any(op.name.startswith(_UNCOUNTED) for op in trace.ops)
+    # Such a module need not have been called yet.
+    return not any(
+        isinstance(module, kind) and not module.training
+        for kind in _WITH_FAST_WAYS
+        for module in gc.get_referrers(kind)
+    )
 
 
 class Called(NamedTuple):
@@ -75,6 +86,7 @@ class Calls:
             i: call.func
             for i, call in enumerate(calls)
             if not self.watched[i] and not self.writing[i] and self.hooked[i] is None
+            if getattr(call.func, "__name__", "") not in _WITH_STATISTICS
         }
 
 
@@ -84,18 +96,23 @@ class CallMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.paused = False
+        self._depth = 0  # where it lay
 
     def pause(self) -> None:
         """Until resume(): an optimizer asks every parameter for its gradient, and each would be a call."""
         stack = _get_current_function_mode_stack()
         if stack and stack[-1] is self:  # else the program has put its own above, and takes off what lies on top
             _pop_call_mode()
-            self.paused = True
+            self.paused, self._depth = True, len(stack) - 1
 
     def resume(self) -> None:
+        """Where it was before: under what the program has put on since, and will take off."""
         if self.paused:
             self.paused = False
+            above = [_pop_call_mode() for _ in range(torch._C._len_torch_function_stack() - self._depth)]
             _push_call_mode(self)
+            for other in reversed(above):
+                _push_call_mode(other)
 
     def taken_off(self) -> list[Any] | None:
         """Take it off the stack; what lay above it, topmost first. None where it was not there."""
@@ -157,17 +174,18 @@ class Gate(CallMode):
         calls: Calls,
         mode: Any,  # None: no op has to be seen
         *,
-        set_op_number: Callable[[int], None],
+        number_ops: Callable[[range], None],
         matters: Callable[[Iterable[Any]], bool],
     ) -> None:
-        """matters: whether what a call writes to does, by its arguments."""
+        """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay."""
         super().__init__()
         self._calls = calls
         self._passed = calls.passed
         self._mode = mode
         self.hooks: tuple[Any, Any] | None = None  # to be switched; None: they stay on
         self._hooks_on = True
-        self._set_op_number = set_op_number
+        self._beneath: Any = None  # hooks that were under ours
+        self._number_ops = number_ops
         self._matters = matters
         self._number = 0
         self._extra = 0
@@ -176,28 +194,26 @@ class Gate(CallMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._number
-        self._number = number + 1
-        if self._passed.get(number) is not func and not self.open:
-            return self._look(number, func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        if not kwargs and self._passed.get(number, self) is func:
+            self._number = number + 1
+            return func(*args)
+        return self._look(number, func, args, kwargs or {})
 
     def _look(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         known = self._calls
         found = self._find(number, func)
-        if found is None:
-            self._number = number  # it is one more
+        if found is None:  # it is one more
             self._extra += 1
             self._switch_hooks(on=True)
             if self._extra > _MOST_EXTRA:
                 self.stay_open()
-                return func(*args, **kwargs)
-            return self._watched(_NO_OP, func, args, kwargs)
-        number, self._number, self._extra = found, found + 1, 0
-        hooked = known.hooked[number]
+            return self._watched(_NO_OPS, func, args, kwargs)
+        self._number, self._extra = found + 1, 0
+        hooked = known.hooked[found]
         if hooked is not None and hooked is not self._hooks_on:
             self._switch_hooks(on=hooked)
-        if known.watched[number] or (known.writing[number] and self._matters((*args, *kwargs.values()))):
-            return self._watched(known.calls[number].ops.start, func, args, kwargs)
+        if self.open or known.watched[found] or self._writes(known.writing[found], func, args, kwargs):
+            return self._watched(known.calls[found].ops, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _find(self, number: int, func: Any) -> int | None:
@@ -210,50 +226,70 @@ class Gate(CallMode):
                 break
         return None
 
-    def _watched(self, op_number: int, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._mode is None:
+    def _writes(self, writing: bool, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it may write to something that replays read or make; the same function may have not, before."""
+        if kwargs and not writing:
+            writing = any(kwargs.get(name) is not None and kwargs[name] is not False for name in _WRITES_IF)
+        if writing:
+            return self._matters((*args, *kwargs.values()))
+        if getattr(func, "__name__", "") in _WITH_STATISTICS:
+            return self._matters((*args[1:], *kwargs.values()))
+        return False
+
+    def _watched(self, ops: range, func: Any, args: Any, kwargs: Any) -> Any:
+        self._number_ops(ops)
+        if self._mode is None or self.open:
             return func(*args, **kwargs)
-        self._set_op_number(op_number)
         self.watching = True
         _push_beneath(self._mode)
         try:
             return func(*args, **kwargs)
         finally:
             _take_out(self._mode)
-            self.watching = self.open
+            self.watching = False
 
     def _switch_hooks(self, *, on: bool) -> None:
         if self.hooks is None or on is self._hooks_on:
             return
+        # Where the program has put on hooks of its own since, ours are not asked, and not ours to switch.
+        top = _top_hooks(True)
         if on:
+            if not _same_hooks(top, self._beneath):
+                return
             _push_hooks(*self.hooks)
         else:
-            top = _top_hooks(True)
-            if top is None or top[0] is not self.hooks[0]:
-                return  # the program has hooks of its own on: then ours are not asked, and not ours to take off
+            if not _same_hooks(top, self.hooks):
+                return
             _pop_hooks()
+            self._beneath = _top_hooks(True)
         self._hooks_on = on
 
     def give_up(self) -> None:
-        """The step is another one. Inside an op, where this is found out, only hooks may be put on."""
-        self._switch_hooks(on=True)
+        """The step is another one: from the next call on everything is seen. Here, inside an op, nothing can be put
+        on: what is put on inside the engine is gone with the node that runs."""
         self._passed = {}
         self._extra = _MOST_EXTRA
         self._number = len(self._calls.calls)
 
     def stay_open(self) -> None:
-        """See everything for the rest of the step. Not inside an op: it is entered with the mode, or it is not."""
+        """See every op for the rest of the step. Not inside an op: it is entered with the mode, or it is not."""
         if not self.open:
+            self._passed = {}
             self._switch_hooks(on=True)
-            self._set_op_number(_NO_OP)
             self.open = self.watching = True
             if self._mode is not None:
                 _push_beneath(self._mode)
 
     def close(self) -> None:
-        self._switch_hooks(on=True)  # whoever put them on takes them off
+        if self.hooks is not None and not self._hooks_on:
+            _push_hooks(*self.hooks)  # whoever put them on takes them off
+            self._hooks_on = True
         if self.open and self._mode in _get_current_dispatch_mode_stack():
             _take_out(self._mode)
+
+
+def _same_hooks(top: Any, others: Any) -> bool:
+    return top is others if top is None or others is None else top[0] is others[0]
 
 
 def _same(func: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from legroom.ir import Trace
 from legroom.runtime.calls import Calls, Gate, Learner, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
-from legroom.runtime.lineage import Lineage, Made, Node, form_of
+from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
@@ -30,6 +30,7 @@ from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
 _MOST_OPS = 10**9  # of a step
+MOST_LESSONS = 4  # steps that could not be learned from
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 NOT_USED = "a replay gave other bits and was not used"
 
@@ -67,6 +68,11 @@ class Program:
         replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
+        # Of the ops whose numbers must be right; a profiler's marks come and go.
+        marks = "profiler."
+        self.names = {
+            i: op.name for i, op in enumerate(in_mode) if op.phase == "forward" and not op.name.startswith(marks)
+        }
         self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
         touched = {s for op in in_mode if op.id in replayed for s, _ in (*op.reads, *op.writes)}
         # What must be seen: what is replayed, and what writes to something that replays read or make. While an
@@ -85,6 +91,7 @@ class Program:
         )
         self.calls: Calls | None = None  # learned by the first step that goes as planned
         self.learns = not self.idle and countable(trace)
+        self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
 
@@ -170,7 +177,9 @@ class Executor:
         self._nodes = self.lineage.nodes
         self._storages = len(program.trace.storages)
         self._calls: Gate | Learner | None = None
-        self._others = 0  # ops that were not the ones to be recorded
+        self._others = 0  # ops that were not those of the trace, where calls are learned
+        self._learning = False
+        self._stop = _MOST_OPS
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
 
@@ -185,10 +194,10 @@ class Executor:
         mode = OpMode(self.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
-            set_number, matters = self._set_op_number, self.lineage.knows_any
-            self._calls = Gate(self.program.calls, mode, set_op_number=set_number, matters=matters)
+            self._calls = Gate(self.program.calls, mode, number_ops=self._number_ops, matters=self.lineage.knows_any)
         elif counts and self.program.learns:
             self._calls = Learner(lambda: (self.ops, self.tick))
+            self._learning = True
         pack, unpack = self.hooks()
         if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self.measured:
             self._follow(self.program.few_ticks)
@@ -205,8 +214,8 @@ class Executor:
             return self._gated_pack, self._unpack
         return self._guarded_pack if self.program.recorded else self._pack, self._unpack
 
-    def _set_op_number(self, number: int) -> None:
-        self.ops = number
+    def _number_ops(self, numbers: range) -> None:
+        self.ops, self._stop = numbers.start, numbers.stop
 
     def _measured_pack(self, tensor: torch.Tensor) -> Handle | Kept:
         if self._calls is not None:
@@ -225,7 +234,8 @@ class Executor:
             return self._pack(tensor)
 
     def _gated_pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        if self._calls.watching or counting_here():  # type: ignore[union-attr]
+        calls = self._calls
+        if calls.watching or counting_here() or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
             return self._guarded_pack(tensor)
         if self._calls.paused:  # type: ignore[union-attr]
             self._calls.resume()  # type: ignore[union-attr]
@@ -347,8 +357,14 @@ class Executor:
         self._checked.clear()
 
     def _learn_calls(self) -> None:
-        if isinstance(self._calls, Learner) and self.reactive is None and not self._others:
-            self.program.learn(self._calls, may_leave_hooks_out=self.ledger.device.leaves_hooks_out)
+        if not isinstance(self._calls, Learner) or self.reactive is not None:
+            return
+        program = self.program
+        program.lessons += 1
+        if not self._others and self.ops > max(program.names, default=-1):
+            program.learn(self._calls, may_leave_hooks_out=self.ledger.device.leaves_hooks_out)
+        elif program.lessons >= MOST_LESSONS:
+            program.learns = False
 
     # instructions
 
@@ -502,15 +518,20 @@ class Executor:
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self.ops
         self.ops = number + 1
-        expected = self._recorded.get(number)
+        # A call may run more ops than before: they must not pass for those of the next one.
+        expected = self._recorded.get(number) if number < self._stop else None
+        if self._learning:
+            self._others += self.program.names.get(number, name := str(func)) != name
         if expected is not func:
             if type(expected) is not str or expected != str(func):
                 # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
                 # needed it is swapped instead.
-                self._others += expected is not None
                 form = form_of(func)
                 if form.written and self.lineage.is_read():
                     return self._write(func, args, kwargs, None)
+                if form.has_statistics:
+                    with no_dispatch():
+                        self.lineage.before_write(hidden_writes(func, args))
                 if form.reshapes and not saved_elsewhere(args[0]):
                     with no_dispatch():
                         self.lineage.reshaped(args[0])
@@ -535,7 +556,7 @@ class Executor:
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
         with no_dispatch():
-            self.lineage.before_write(func, args, kwargs)
+            self.lineage.before_write(written_tensors(func, args, kwargs))
         result = func(*args, **kwargs)
         with no_dispatch():
             self.lineage.after_write(func, args, kwargs, made)

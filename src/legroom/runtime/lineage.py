@@ -9,6 +9,7 @@ Replays run below autograd and autocast, with the generator state, grad mode and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.errors import StepError
-from legroom.runtime.residency import Entry, Ledger, layout_of, saved_elsewhere
+from legroom.runtime.residency import Entry, Ledger, layout_of
 
 # Ops that write tensors their schema does not declare, and where: running means and variances. In training they
 # do not enter the result, so a replay hands in copies.
@@ -95,6 +96,18 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 Slot = tuple[int, int]
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """PyTorch's count of writes. Tensors of inference mode have none, and cannot be written outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed(tensor: torch.Tensor) -> StepError:
+    return StepError(
+        f"a tensor of shape {list(tensor.shape)} that a dropped activation is recomputed from was changed in place "
+        "during backward; legroom cannot replay from it. Move the change after backward"
+    )
+
+
 class Node:
     """One value of this step."""
 
@@ -103,7 +116,7 @@ class Node:
     def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
         # By PyTorch's count of writes, which goes up once an op that writes is through. A tensor that is ahead of it
         # was written by an op that nobody saw, and shows another value.
-        self.seen = tensor._version + (output < 0)
+        self.seen = version_of(tensor) + (output < 0)
         self.on_cpu = tensor.is_cpu
         self.maker = maker
         self.output = output
@@ -122,7 +135,7 @@ class Node:
                 tensor = tensor.detach()
         self.tensor = tensor
         self.storage = tensor.untyped_storage()
-        self.seen = tensor._version
+        self.seen = version_of(tensor)
 
     def hand_over(self, entry: Entry, storage: torch.UntypedStorage) -> None:
         """From now on the entry answers for the bytes."""
@@ -139,16 +152,18 @@ class Node:
         entry = self.entry
         if entry is not None and entry.node is self and entry.in_memory:
             entry.finish_loading()
-            return entry.base if entry.base is not None else next(v.tensor for v in entry.views if v.tensor is not None)
+            if entry.base is not None:
+                return entry.base
+            held = next(v.tensor for v in entry.views if v.tensor is not None)
+            if version_of(held) > self.seen:
+                raise _changed(held)
+            return held
         tensor, storage = self.tensor, self.storage
         if tensor is not None and storage is not None:
-            if tensor._version != self.seen:
-                raise StepError(
-                    f"a tensor of shape {list(tensor.shape)} that a dropped activation is recomputed from was "
-                    "changed in place during backward; legroom cannot replay from it. Move the change after backward"
-                )
             if tensor.untyped_storage()._cdata != storage._cdata:  # its `data` is another one now
                 return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if version_of(tensor) != self.seen:
+                raise _changed(tensor)
             return tensor
         return None
 
@@ -344,10 +359,10 @@ class Lineage:
     def node_of(self, tensor: torch.Tensor, key: int) -> Node:
         """The value a tensor shows now; `key` is its storage's."""
         node = self.nodes.get(key)
-        if node is not None and not node.expired() and tensor._version <= node.seen:
+        if node is not None and not node.expired() and version_of(tensor) <= node.seen:
             return node
         entry = self.ledger.by_key.get(key)
-        if entry is not None and entry.node is not None and tensor._version <= entry.node.seen:
+        if entry is not None and entry.node is not None and version_of(tensor) <= entry.node.seen:
             return entry.node
         node = Node(tensor, None, 0)
         if entry is not None:
@@ -361,13 +376,17 @@ class Lineage:
     def saved(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A storage became an entry: from now on the entry answers for its bytes."""
         node = self.nodes.get(entry.key)
-        if node is not None and tensor._version <= node.seen and not node.expired() and entry.node is None:
+        if node is not None and version_of(tensor) <= node.seen and not node.expired() and entry.node is None:
             node.hand_over(entry, tensor.untyped_storage())
 
     def knows_any(self, arguments: Iterable[Any]) -> bool:
         """Whether one of these shows a value that a replay makes or reads."""
-        keys = [t.untyped_storage()._cdata for t in tensors_in(arguments) if not saved_elsewhere(t)]
-        return any(key in self.nodes or key in self.leaves for key in keys)
+        for tensor in tensors_in(arguments):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage of its own
+                key = tensor.untyped_storage()._cdata
+                if key in self.nodes or key in self.leaves:
+                    return True
+        return False
 
     def is_read(self) -> bool:
         """Whether a replay may read something that a write could change; not once all that was saved is gone."""
@@ -376,9 +395,9 @@ class Lineage:
         self.leaves.clear()
         return False
 
-    def before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A leaf that replays read is about to be changed: keep its old bytes for them."""
-        for tensor in written_tensors(func, args, kwargs):
+    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leaves that replays read are about to be changed: keep their old bytes for them."""
+        for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             known = self.leaves.get(key)
             leaf = known() if known is not None else None

@@ -59,6 +59,7 @@ class Engine:
         self._calls = calls
         self._entered = entered
         self._left = left
+        self._depth = 0
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._mode
@@ -68,11 +69,16 @@ class Engine:
         for other in reversed(above):
             _push_mode(other)
         call_modes_above = self._calls.taken_off() if self._calls is not None else None
-        self._entered()
+        # A node may call the engine again: that is no step of the program's.
+        self._depth += 1
+        if self._depth == 1:
+            self._entered()
         try:
             return self._real.run_backward(*args, **kwargs)
         finally:
-            self._left()
+            self._depth -= 1
+            if self._depth == 0:
+                self._left()
             if self._calls is not None:
                 self._calls.put_back(call_modes_above)
             if mode is not None:
