@@ -184,9 +184,6 @@ class CudaDevice:
         self.pool.trim(sizes)
         self.pool.settle()
 
-    def settle(self) -> None:
-        self.pool.settle()
-
     def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
         buffer = self.pool.take(bytes_.numel())
         if buffer is None:
