@@ -17,7 +17,7 @@ from legroom.ir import Tick
 from legroom.runtime.calls import Called, needed_ticks
 from legroom.runtime.device import CpuDevice
 from tests.harness import assert_same, run_plain, run_room
-from tests.runtime.test_random_plans import BUDGET_BYTES, random_planner
+from tests.runtime.test_random_plans import BUDGET_BYTES, MODELS, random_planner
 from tests.zoo import ZOO
 
 # Three of four are kept, so that most of what is saved needs no hook.
@@ -29,11 +29,10 @@ def few_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", sorted(ZOO))
+@pytest.mark.parametrize("name", [*MODELS, "gradient_penalty", "gru", "moe", "stochastic_depth"])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_hooks_on_inside_some_calls_only(name: str, seed: int, few_hooks: None) -> None:
-    fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=random_planner(FEW, seed=seed))
+def test_hooks_on_inside_some_calls_only(name: str, few_hooks: None) -> None:
+    fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=random_planner(FEW, seed=0))
 
     taken, report, _ = run_room(ZOO[name](), fit, planned_steps=6, most_steps=14)
 

@@ -104,7 +104,7 @@ def budget() -> int:
     return (legroom.floor_bytes(trace) + trace.peak_bytes) // 2
 
 
-@pytest.mark.parametrize("lost_share", [0.0, 0.05, 0.15])
+@pytest.mark.parametrize("lost_share", [0.0, 0.05, 0.3])
 def test_the_plan_ends_up_where_nothing_is_rearranged(lost_share: float, budget: int, device: Capped) -> None:
     device.lost_share = lost_share
     expected = train(None, *built(), STEPS)
@@ -120,7 +120,7 @@ def test_the_plan_ends_up_where_nothing_is_rearranged(lost_share: float, budget:
     assert peak * (1 + lost_share) >= 0.88 * budget  # and not far below
     assert device.merged <= 6
     assert report.planned_steps == STEPS - 2, report.fallbacks
-    assert ("memory was in pieces: planned again for less" in report.fallbacks) == (lost_share == 0.15)
+    assert ("memory was in pieces: planned again for less" in report.fallbacks) == (lost_share == 0.3)
 
 
 def test_a_planned_step_that_runs_out_is_planned_for_less(budget: int, device: Capped) -> None:

@@ -9,8 +9,10 @@ everything is on for the rest of it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from legroom.ir import Tick, Trace
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
 _WITH_FAST_WAYS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
+_LOOK_EVERY_SECONDS = 10.0
 # Arguments with which a function writes that otherwise does not.
 _WRITES_IF = ("out", "inplace")
 # Functions that write to running statistics when they train, without their schema saying so.
@@ -43,8 +46,13 @@ def countable(trace: Trace) -> bool:
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if getattr(frames, "FRAME_COUNTER", 0) or any(op.name.startswith(_UNCOUNTED) for op in trace.ops):
         return False
-    # Such a module need not have been called yet.
-    return not any(
+    return not _fast_ways(int(time.monotonic() / _LOOK_EVERY_SECONDS))
+
+
+@functools.lru_cache(1)
+def _fast_ways(_: int) -> bool:
+    """Whether there is a module that takes them, called already or not. A look at all objects takes 10 ms and more."""
+    return any(
         isinstance(module, kind) and not module.training
         for kind in _WITH_FAST_WAYS
         for module in gc.get_referrers(kind)

@@ -6,6 +6,7 @@ step is not the one that was planned for (another size, another order), the rest
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -68,32 +69,42 @@ class Program:
         replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
-        # Of the ops whose numbers must be right; a profiler's marks come and go.
-        marks = "profiler."
-        self.names = {
-            i: op.name for i, op in enumerate(in_mode) if op.phase == "forward" and not op.name.startswith(marks)
-        }
+        self._in_mode, self._replayed = in_mode, replayed
         self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
-        touched = {s for op in in_mode if op.id in replayed for s, _ in (*op.reads, *op.writes)}
-        # What must be seen: what is replayed, and what writes to something that replays read or make. While an
-        # optimizer runs, everything is seen if anything may be replayed afterwards.
-        self.watched = frozenset(
-            i
-            for i, op in enumerate(in_mode)
-            if i in self.recorded or (op.phase == "forward" and any(v and s in touched for s, v in op.writes))
-        )
-        # The same calls may write to something else in another step; and what gives a tensor another shape in place
-        # is counted as a write by PyTorch.
-        self.writing = frozenset(
-            i
-            for i, op in enumerate(in_mode)
-            if op.phase == "forward" and (op.name.split(".")[1].endswith("_") or any(v for _, v in op.writes))
-        )
         self.calls: Calls | None = None  # learned by the first step that goes as planned
-        self.learns = not self.idle and countable(trace)
+        self.learns = not self.idle
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    # For learning, and not before: plans that follow an input are made between two steps.
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """Of the ops whose numbers must be right; a profiler's marks come and go."""
+        forward = ((i, op.name) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return {i: name for i, name in forward if not name.startswith("profiler.")}
+
+    @functools.cached_property
+    def watched(self) -> frozenset[int]:
+        """Ops that must be seen: those that are replayed, and those that write to something that replays read or make.
+
+        While an optimizer runs, everything is seen if anything may be replayed afterwards.
+        """
+        touched = {s for op in self._in_mode if op.id in self._replayed for s, _ in (*op.reads, *op.writes)}
+        forward = ((i, op) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return frozenset(self.recorded) | {i for i, op in forward if any(v and s in touched for s, v in op.writes)}
+
+    @functools.cached_property
+    def writing(self) -> frozenset[int]:
+        """Ops that write at all: the same calls may write to something else in another step. What gives a tensor
+        another shape in place is counted as a write by PyTorch."""
+        forward = ((i, op) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return frozenset(i for i, op in forward if op.name.split(".")[1].endswith("_") or any(v for _, v in op.writes))
+
+    @functools.cached_property
+    def countable(self) -> bool:
+        return countable(self.trace)
 
     def _ticks(self, hooked: Sequence[int]) -> Ticks:
         trace = self.trace
@@ -195,7 +206,7 @@ class Executor:
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
             self._calls = Gate(self.program.calls, mode, number_ops=self._number_ops, matters=self.lineage.knows_any)
-        elif counts and self.program.learns:
+        elif counts and self.program.learns and self.program.countable:
             self._calls = Learner(lambda: (self.ops, self.tick))
             self._learning = True
         pack, unpack = self.hooks()

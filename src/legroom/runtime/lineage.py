@@ -101,13 +101,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _changed(tensor: torch.Tensor) -> StepError:
-    return StepError(
-        f"a tensor of shape {list(tensor.shape)} that a dropped activation is recomputed from was changed in place "
-        "during backward; legroom cannot replay from it. Move the change after backward"
-    )
-
-
 class Node:
     """One value of this step."""
 
@@ -152,18 +145,16 @@ class Node:
         entry = self.entry
         if entry is not None and entry.node is self and entry.in_memory:
             entry.finish_loading()
-            if entry.base is not None:
-                return entry.base
-            held = next(v.tensor for v in entry.views if v.tensor is not None)
-            if version_of(held) > self.seen:
-                raise _changed(held)
-            return held
+            return entry.base if entry.base is not None else next(v.tensor for v in entry.views if v.tensor is not None)
         tensor, storage = self.tensor, self.storage
         if tensor is not None and storage is not None:
             if tensor.untyped_storage()._cdata != storage._cdata:  # its `data` is another one now
                 return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             if version_of(tensor) != self.seen:
-                raise _changed(tensor)
+                raise StepError(
+                    f"a tensor of shape {list(tensor.shape)} that a dropped activation is recomputed from was changed "
+                    "in place during backward; legroom cannot replay from it. Move the change after backward"
+                )
             return tensor
         return None
 
