@@ -22,8 +22,8 @@ from legroom.units import format_bytes, parse_bytes
 LEGROOM = "legroom@"
 # Sheltered steps, then planned ones; the first planned ones are measured and may be planned again.
 LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
-# Where memory is capped, up to six plans of three steps each are tried, and eight steps of the last are timed for what
-# the report predicts: none of them may be among those that are compared with the prediction.
+# Where memory is capped, plans of three steps each are tried and eight steps of the last are timed for what the report
+# predicts, twice over where the host is slow: none may be among those that are compared with the prediction.
 LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 80
 FEWEST_STEPS = 3
 LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows

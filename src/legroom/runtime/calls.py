@@ -17,12 +17,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.overrides import _pop_mode as _pop_call_mode
-from torch.overrides import _push_mode as _push_call_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from legroom.ir import Tick, Trace
+from legroom.runtime.stacks import CALLS, OPS
 
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
@@ -108,38 +106,15 @@ class CallMode(TorchFunctionMode):
 
     def pause(self) -> None:
         """Until resume(): an optimizer asks every parameter for its gradient, and each would be a call."""
-        stack = _get_current_function_mode_stack()
-        if stack and stack[-1] is self:  # else the program has put its own above, and takes off what lies on top
-            _pop_call_mode()
-            self.paused, self._depth = True, len(stack) - 1
+        modes = CALLS.modes()
+        if modes and modes[-1] is self:  # not where the program has put its own above
+            self.paused, self._depth = True, CALLS.take_out(self)
 
     def resume(self) -> None:
         """Where it was before: under what the program has put on since, and will take off."""
         if self.paused:
             self.paused = False
-            above = [_pop_call_mode() for _ in range(torch._C._len_torch_function_stack() - self._depth)]
-            _push_call_mode(self)
-            for other in reversed(above):
-                _push_call_mode(other)
-
-    def taken_off(self) -> list[Any] | None:
-        """Take it off the stack; what lay above it, topmost first. None where it was not there."""
-        if self not in _get_current_function_mode_stack():
-            return None
-        above: list[Any] = []
-        while (top := _pop_call_mode()) is not self:
-            above.append(top)
-        for other in reversed(above):
-            _push_call_mode(other)
-        return above
-
-    def put_back(self, above: list[Any] | None) -> None:
-        if above is not None:
-            for _ in above:
-                _pop_call_mode()
-            _push_call_mode(self)
-            for other in reversed(above):
-                _push_call_mode(other)
+            CALLS.put_in(self, self._depth)
 
 
 class Learner(CallMode):
@@ -249,11 +224,11 @@ class Gate(CallMode):
         if self._mode is None or self.open:
             return func(*args, **kwargs)
         self.watching = True
-        _push_beneath(self._mode)
+        OPS.put_in(self._mode, 0)  # under the program's own, as if it had been on from the beginning of the step
         try:
             return func(*args, **kwargs)
         finally:
-            _take_out(self._mode)
+            OPS.take_out(self._mode)
             self.watching = False
 
     def _switch_hooks(self, *, on: bool) -> None:
@@ -286,14 +261,14 @@ class Gate(CallMode):
             self._switch_hooks(on=True)
             self.open = self.watching = True
             if self._mode is not None:
-                _push_beneath(self._mode)
+                OPS.put_in(self._mode, 0)
 
     def close(self) -> None:
         if self.hooks is not None and not self._hooks_on:
             _push_hooks(*self.hooks)  # whoever put them on takes them off
             self._hooks_on = True
-        if self.open and self._mode in _get_current_dispatch_mode_stack():
-            _take_out(self._mode)
+        if self.open and self._mode in OPS.modes():
+            OPS.take_out(self._mode)
 
 
 def _same_hooks(top: Any, others: Any) -> bool:
@@ -305,25 +280,9 @@ def _same(func: Any, other: Any) -> bool:
     return func is other or func == other
 
 
-def _push_beneath(mode: Any) -> None:
-    """Under the program's own modes: they were put on inside the step, where this one is in force from the start."""
-    others = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    _push_mode(mode)
-    for other in reversed(others):
-        _push_mode(other)
-
-
-def _take_out(mode: Any) -> None:
-    others: list[Any] = []
-    while (top := _pop_mode()) is not mode:
-        others.append(top)
-    for other in reversed(others):
-        _push_mode(other)
-
-
 def counting_here() -> bool:
     """Whether the next call would be counted: not inside one that is."""
-    return bool(torch._C._len_torch_function_stack())
+    return bool(CALLS.depth())
 
 
 def needed_ticks(calls: Iterable[Called], ticks: Sequence[Tick], moved: set[int]) -> set[int]:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from legroom.runtime.calls import CallMode, Gate
+from legroom.runtime.stacks import CALLS, OPS
 
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -62,13 +63,9 @@ class Engine:
         self._depth = 0
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self._mode
-        if mode is not None and mode not in _get_current_dispatch_mode_stack():
-            mode = None  # another thread's backward, or one inside ours
-        above = _pop_down_to(mode)
-        for other in reversed(above):
-            _push_mode(other)
-        call_modes_above = self._calls.taken_off() if self._calls is not None else None
+        # Not there: in another thread's backward, in one inside ours, or where the mode is off at the moment.
+        mode_depth = OPS.take_out(self._mode) if self._mode in OPS.modes() else None
+        calls_depth = CALLS.take_out(self._calls) if self._calls in CALLS.modes() else None
         # A node may call the engine again: that is no step of the program's.
         self._depth += 1
         if self._depth == 1:
@@ -79,25 +76,13 @@ class Engine:
             self._depth -= 1
             if self._depth == 0:
                 self._left()
-            if self._calls is not None:
-                self._calls.put_back(call_modes_above)
-            if mode is not None:
-                for _ in above:
-                    _pop_mode()
-                _push_mode(mode)
-                for other in reversed(above):
-                    _push_mode(other)
+            if calls_depth is not None:
+                CALLS.put_in(self._calls, calls_depth)
+            if mode_depth is not None:
+                OPS.put_in(self._mode, mode_depth)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
-
-
-def _pop_down_to(mode: OpMode | None) -> list[Any]:
-    """Take our mode off the stack, and return what the user had put above it, topmost first."""
-    above: list[Any] = []
-    while mode is not None and (top := _pop_mode()) is not mode:
-        above.append(top)
-    return above
 
 
 class Interception:
@@ -130,8 +115,8 @@ class Interception:
 
     def __exit__(self, *error: Any) -> None:
         try:
-            if self._calls is not None:
-                self._calls.taken_off()
+            if self._calls in CALLS.modes():
+                CALLS.take_out(self._calls)
             if isinstance(self._calls, Gate):
                 self._calls.close()
             elif self._mode is not None:
