@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import legroom
+from tests.runtime.test_hidden_writes import swap_all
+from tests.runtime.test_opdb import recompute_all
 
 ROWS, WIDTH, LAYERS = 128, 64, 3  # 32 KiB an activation: above the smallest that is moved
 WARM_UP, STEPS = 60, 440
@@ -101,11 +104,13 @@ def resident_bytes() -> int:
 
 
 @pytest.fixture
-def room_and_program() -> Iterator[tuple[legroom.Room, nn.Sequential, torch.optim.Optimizer]]:
+def room_and_program(request: Any) -> Iterator[tuple[legroom.Room, nn.Sequential, torch.optim.Optimizer]]:
+    """With the planner that the test names, or the default."""
+    planner = getattr(request, "param", "auto")
     gc.collect()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     model, optimizer = build()
-    with legroom.fit(model, optimizer, budget=budget()) as room:
+    with legroom.fit(model, optimizer, budget=budget(), planner=planner) as room:
         yield room, model, optimizer
         gc.collect()
         assert room._setting.ledger.entries == 0
@@ -142,6 +147,7 @@ def test_five_hundred_steps(room_and_program: Program) -> None:
     assert_flat(room, before, resident)
 
 
+@pytest.mark.parametrize("room_and_program", ["auto", swap_all, recompute_all], indirect=True)
 def test_with_exceptions_every_tenth_step(room_and_program: Program) -> None:
     room, model, optimizer = room_and_program
     before, resident = held(room), resident_bytes()

@@ -27,7 +27,11 @@ class Check:
         self.host: HostCopy | None = None
         if self._wait:
             self.host, copy = device.copy_out(flat)
-            copy.wait()
+            try:
+                copy.wait()
+            except BaseException:
+                self.drop()
+                raise
 
     def compare(self, again: torch.Tensor, ops: list[str]) -> bool:
         """Whether the replay is known to have given other bits."""

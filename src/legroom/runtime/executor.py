@@ -363,6 +363,9 @@ class Executor:
             self.drift("the step ended early")
         self._learn_calls()
         self.lineage.nodes.clear()
+
+    def drop_checks(self) -> None:
+        """Give back the real bytes of replays that never came, as after a step that failed."""
         for check in self._checked.values():
             check.drop()
         self._checked.clear()
@@ -501,7 +504,7 @@ class Executor:
         return replay(target, also)
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
-        check = self._checked.pop(entry.number, None)
+        check = self._checked.get(entry.number)
         if check is not None:
             assert entry.node is not None
             if check.compare(tensor, replayed_ops(entry.node)):
@@ -515,6 +518,7 @@ class Executor:
                 self.compared.append(check)
                 self.replayed.add(entry.number)
             check.drop()
+            del self._checked[entry.number]
         else:
             entry.adopt(tensor)
         self.ledger.unpin(entry)

@@ -204,6 +204,7 @@ class PlannedStep:
             if not failed:
                 self.executor.finish()
         finally:
+            self.executor.drop_checks()
             if self._log is not None:
                 if failed:
                     self._log.cancel()
