@@ -94,7 +94,7 @@ class CpuMeter:
         if step is None:
             return 0, 0
         level = peak = self.alive_bytes()
-        log = ProfilerLog()
+        log = ProfilerLog(ops=False)
         log.start()
         step(0)
         for event in log.stop():

@@ -77,10 +77,10 @@ def mark(name: str) -> Any:
 
 
 class ProfilerLog:
-    """The CPU allocator's events, from the profiler."""
+    """The CPU allocator's events, from the profiler; with `ops`, what backward's ops were called with as well."""
 
-    def __init__(self) -> None:
-        self._profile = _profiler(cuda=False)
+    def __init__(self, *, ops: bool) -> None:
+        self._profile = _profiler(cuda=False, shapes=ops)
         self._running = False
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class SampledLog:
 
     def __init__(self, index: int, *, ops: bool) -> None:
         self._index = index
-        self._profile = _profiler(cuda=True) if ops else None
+        self._profile = _profiler(cuda=True, shapes=True) if ops else None
         self._events: list[Event] = []
         self._last = 0
         self._marks = 0
@@ -207,6 +207,7 @@ class _SampledMark:
         self._log.leave(self._name)
 
 
+_ALLOCATION = torch._C._profiler._EventType.Allocation
 _NUMBER = "#"  # between a mark's name and its number
 
 
@@ -216,11 +217,11 @@ def _unnumbered(event: Event) -> Event:
     return dataclasses.replace(event, name=event.name.partition(_NUMBER)[0])
 
 
-def _profiler(*, cuda: bool) -> Any:
+def _profiler(*, cuda: bool, shapes: bool) -> Any:
     # The profiler greets on standard error at every start unless told otherwise before its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     devices = {"use_device": "cuda"} if cuda else {}
-    return profile(use_cpu=True, profile_memory=not cuda, record_shapes=True, use_kineto=True, **devices)  # type: ignore[arg-type]
+    return profile(use_cpu=True, profile_memory=not cuda, record_shapes=shapes, use_kineto=True, **devices)  # type: ignore[arg-type]
 
 
 _DETACH = "TEARDOWN_CUPTI"
@@ -262,7 +263,10 @@ def _kernel_seconds(results: Any) -> dict[int, float]:
 
 
 def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[tuple[int, Event]]:
-    """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order."""
+    """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order.
+
+    Of the program's ops only those of backward: in forward the marks around them stand for them.
+    """
     stack: list[Any] = [(node, False, False) for node in reversed(roots)]
     # The CPU allocator remembers blocks from earlier logs and reports their frees in this one, those from before any
     # log not at all. Both are left to the census, which knows what was there at the start.
@@ -273,31 +277,37 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
             yield item
             continue
         node, inside_op, backward = item
-        kind = node.tag.name
-        if kind == "Allocation":
+        if node.tag == _ALLOCATION:
             fields = node.typed[1]
-            if str(fields.device) != "cpu":
+            nbytes = fields.alloc_size
+            if fields.device.type != "cpu":
                 continue
-            if fields.alloc_size > 0:
+            if nbytes > 0:
                 known.add(fields.ptr)
             elif fields.ptr not in known:
                 continue
             else:
                 known.remove(fields.ptr)
-            yield node.start_tid, Allocation(fields.alloc_size)
+            yield node.start_tid, Allocation(nbytes)
             continue
         name = node.name
         ours = name.startswith("legroom::")
-        backward = backward or name.startswith("autograd::engine")
-        outermost = not inside_op and "::" in name and not name.startswith("autograd::")
-        if ours or outermost:
+        deeper = inside_op
+        if not ours and not inside_op and "::" in name:
+            if not name.startswith("autograd::"):
+                deeper = True
+            elif name.startswith("autograd::engine"):
+                backward = True
+        if ours or (backward and deeper and not inside_op):
+            thread = node.start_tid
             seconds = (node.end_time_ns - node.start_time_ns) * 1e-9
             if kernel_seconds is not None:
                 seconds = _subtree_seconds(node, kernel_seconds)
-            yield node.start_tid, Enter(name, seconds, "" if ours else _shapes(node), backward)
-            stack.append((node.start_tid, Leave(name)))
-        deeper = inside_op or (outermost and not ours)
-        stack.extend((child, deeper, backward) for child in reversed(node.children))
+            yield thread, Enter(name, seconds, "" if ours else _shapes(node), backward)
+            stack.append((thread, Leave(name)))
+        children = node.children
+        if children:
+            stack.extend([(child, deeper, backward) for child in reversed(children)])
 
 
 def _subtree_seconds(node: Any, kernel_seconds: dict[int, float]) -> float:

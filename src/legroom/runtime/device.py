@@ -155,8 +155,8 @@ class CpuDevice:
         """Let free memory become one piece again, between steps."""
 
     def log(self, *, ops: bool) -> Log:
-        """The allocator's log. `ops`: with op times; the CPU's always has them."""
-        return ProfilerLog()
+        """The allocator's log. `ops`: with what ops are known by; the CPU's always has their times."""
+        return ProfilerLog(ops=ops)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -45,11 +45,13 @@ def hidden_writes(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 SHAPE_ONLY = ("empty_like", "new_empty", "new_empty_strided")
 
 
+@functools.cache
 def is_uninitialised(func: Any) -> bool:
     """Whether an op gives memory that nobody has written."""
     return bool(func.__name__.startswith(("empty", "new_empty")))
 
 
+@functools.cache
 def never_replayed(func: Any) -> str:
     """Why an op is not replayed whatever its result; "" where a proof may be tried."""
     if torch.Tag.inplace_view in func.tags:

@@ -9,6 +9,7 @@ that. Neither takes more memory than the op itself, so the proof holds under any
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class Recorder:
         self._by_key: dict[int, int] = {}
         self._lasting: set[int] = set()  # storages from before the step
         self._unrepeated: set[int] = set()  # storages of this op's outputs that its proof did not give again
+        self._fresh: dict[int, bytes] = {}  # digests of what the op that runs has just made
         self._garbage: dict[int, int] = {}  # storages nobody has written yet, and the op that made them
 
     # storages
@@ -171,6 +173,7 @@ class Recorder:
             self._note_garbage(func, garbage, why_not)
             if self._unrepeated:
                 self._note_unrepeated(result)
+            self._fresh.clear()
             for tensor in statistics:
                 self._unseen_write(self.number(tensor))
                 self._learn(self.number(tensor), tensor)
@@ -209,7 +212,7 @@ class Recorder:
         with mark(OWN):
             rng = RandomState(generator) if seeded else None
             keys = {t.untyped_storage()._cdata for t in inputs}
-            before = self._digests(inputs)
+            before = [self.storages[self.number(t)].digest for t in _once(inputs)]  # looked at a moment ago
         with mark(PROOF):
             result = func(*args, **kwargs)
             outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
@@ -234,6 +237,7 @@ class Recorder:
             again.clear()
         outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
         second = _digests_of(self.device, outputs)
+        self._fresh = {t.untyped_storage()._cdata: digest for t, digest in zip(outputs, second, strict=True)}
         other = {t.untyped_storage()._cdata for t, a, b in zip(outputs, first, second, strict=True) if a != b}
         if len(other) == len({t.untyped_storage()._cdata for t in outputs}):
             return result, NOT_REPEATED
@@ -246,7 +250,7 @@ class Recorder:
         func: Any,
         outputs: list[torch.Tensor],
         keys: set[int],
-        before: list[bytes],
+        before: list[bytes | None],
         inputs: list[torch.Tensor],
     ) -> str:
         if any(saved_elsewhere(t) for t in outputs):
@@ -258,7 +262,7 @@ class Recorder:
             return "returns views beside new tensors"
         if not outputs:
             return "makes no tensor"
-        if not hidden_writes(func, args) and before != self._digests(inputs):
+        if not hidden_writes(func, args) and before != _digests_of(self.device, _once(inputs)):
             return "writes its inputs without saying so"
         return ""
 
@@ -300,8 +304,9 @@ class Recorder:
                 rng.restore()
         with mark(OP):
             result = func(*args, **kwargs)
-        same = first == _digests_of(self.device, whole)
-        return result, "" if same else NOT_REPEATED
+        second = _digests_of(self.device, whole)
+        self._fresh = {t.untyped_storage()._cdata: digest for t, digest in zip(whole, second, strict=True)}
+        return result, "" if first == second else NOT_REPEATED
 
     def _note(
         self,
@@ -340,18 +345,18 @@ class Recorder:
 
     # what PyTorch cannot see
 
-    def _digests(self, tensors: list[torch.Tensor]) -> list[bytes]:
-        return _digests_of(self.device, list({t.untyped_storage()._cdata: t for t in tensors}.values()))
-
     def _learn(self, number: int, tensor: torch.Tensor) -> None:
         if self.proving:
             # Optimizers write much and are not replayed: what they leave is learned when it is read again.
-            forward = self.phase == "forward"
-            self.storages[number].digest = self.device.digest(tensor.untyped_storage()) if forward else None
+            digest = None
+            if self.phase == "forward":
+                storage = tensor.untyped_storage()
+                digest = self._fresh.pop(storage._cdata, None) or self.device.digest(storage)
+            self.storages[number].digest = digest
 
     def _check_unchanged(self, tensors: list[torch.Tensor]) -> None:
         if self.proving and self.phase == "forward":
-            for tensor in {t.untyped_storage()._cdata: t for t in tensors}.values():
+            for tensor in _once(tensors):
                 self.compare(self.number(tensor), tensor.untyped_storage())
 
     def compare(self, number: int, storage: torch.UntypedStorage) -> None:
@@ -415,10 +420,15 @@ class Recorder:
             seen.gaps.append((entry.gap_start, end))
 
 
+def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor a storage."""
+    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
+
+
 def _flats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """All bytes behind each tensor; once where several share a storage."""
-    once = {t.untyped_storage()._cdata: t for t in tensors if t.untyped_storage().nbytes()}
-    return [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in once.values()]
+    whole = [t for t in _once(tensors) if t.untyped_storage().nbytes()]
+    return [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in whole]
 
 
 def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -440,8 +450,14 @@ def _user_line() -> str:
     """Where in the user's code an op was called."""
     frame = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OUTSIDE) and not file.startswith("<"):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        name = _user_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+@functools.lru_cache(4096)
+def _user_file(path: str) -> str:
+    """Its name, where it is not PyTorch's, ours or none at all."""
+    return "" if path.startswith(_OUTSIDE) or path.startswith("<") else os.path.basename(path)
