@@ -13,9 +13,9 @@ a plan that no schedule can do:
   while the gap lasts; each once for all gaps that overlap, though a chain of replays may run it more often. The time
   may be spent at any tick of the gap at which some replay could run. What replays need and leave in memory is free.
 - Memory is limited in each segment, not inside a tick.
-- The host has the hooks of all ticks to see to where anything must be done, and each op that runs again; and where it
-  does not wait for compute, the instructions of what is swapped and the dropping of what is recomputed. What it takes
-  for a replay as such is free, as one may bring back many storages.
+- The host has the hooks of all ticks to see to where anything must be done, each op that runs again, and the
+  instructions of what is swapped or dropped: when a gap starts what lets it go, and by its end the rest. What it takes
+  for a replay as such is free, as one may bring back many storages. Copies start without it.
 
 The value is computed here from the solver's duals, by weak duality: whatever tolerances it works with, and wherever it
 stopped, the bound holds.
@@ -246,14 +246,13 @@ class Relaxation:
         """As long as a step that waits for each copy, which is within any budget: the best plan takes no longer."""
         rates = self.tables.rates
         a_byte = max(rates[t.R_OUT], rates[t.R_DUPLEX_OUT]) + max(rates[t.R_IN], rates[t.R_DUPLEX_IN])
-        copies = sum(self.sizes[g] * a_byte + 2 * rates[t.R_LATENCY] for g in self.gaps)
         # All gaps with a segment of their own, also those that this program does not look at.
-        swaps = int((self.tables.gaps[:, t.G_START] < self.tables.gaps[:, t.G_END]).sum())
-        return float(self.plain_ns + self._swap_ns() * swaps + copies * (1.0 + rates[t.R_SHARE])) / self.unit_ns + 1.0
+        real = self.tables.gaps[self.tables.gaps[:, t.G_START] < self.tables.gaps[:, t.G_END]]
+        copies = real[:, t.G_BYTES].sum() * a_byte + 2 * rates[t.R_LATENCY] * len(real)
+        swaps = self._host_ns(t.H_SWAP_OUT, t.H_RELEASE, t.H_PREFETCH, t.H_AWAIT) * len(real)
+        return float(self.plain_ns + swaps + copies * (1.0 + rates[t.R_SHARE])) / self.unit_ns + 1.0
 
-    def _swap_ns(self) -> int:
-        """Of the host, for a storage that goes and comes back."""
-        kinds = t.H_SWAP_OUT, t.H_RELEASE, t.H_PREFETCH, t.H_AWAIT
+    def _host_ns(self, *kinds: int) -> int:
         return sum(int(self.tables.host[kind]) for kind in kinds)
 
     def _choices(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
@@ -339,15 +338,23 @@ class Relaxation:
         may_spend = self._running(may, self.longest)
         must_spend = self._running(must, self.longest, at_least=True)
         self.spent = [program.column(self.longest) for _ in range(self.ticks)]
+        gone, back = self._charges() if self.synchronous else ({}, {})
+        charged = [program.column(self.longest) for _ in range(self.ticks if back else 0)]
+        must_charge = self._running(back, self.longest, at_least=True)
         self.paid = [program.column(self.longest) for _ in range(self.ticks if self.tables.rates[t.R_SHARE] else 0)]
         for tick in range(self.ticks + 1):
-            passed = self._passed(tick)
-            for lane in (self.spent, self.paid):
-                grown = _growth(lane, tick)
-                passed += [(column, -factor) for column, factor in grown]
-                if grown:
-                    program.row(*grown)
-            program.row(*passed, least=self._segment(tick))
+            grown = [_growth(lane, tick) for lane in (self.spent, self.paid, charged)]
+            for terms in grown:
+                if terms:
+                    program.row(*terms)
+            replayed, copying, hosted = ([(column, -factor) for column, factor in terms] for terms in grown)
+            hosted += [(column, -factor) for column, factor in gone.get(tick, ())]
+            passed = [*self._passed(tick), *replayed]
+            program.row(*passed, *copying, least=self._segment(tick))
+            if hosted:  # what copies take from compute meanwhile, the host does not wait for
+                program.row(*passed, *hosted, least=self._segment(tick))
+            if tick in back:
+                program.row((charged[tick], 1.0), *((column, -factor) for column, factor in must_charge[tick]))
             if tick in must:
                 program.row((self.spent[tick], 1.0), *((column, -factor) for column, factor in must_spend[tick]))
             if tick + 1 in may or tick + 1 == self.ticks:
@@ -356,17 +363,13 @@ class Relaxation:
     def _host(self) -> None:
         """The host waits for nobody, so it is where all it has done takes it; compute is never behind it."""
         if self.synchronous:
-            return  # it is where compute is, and has its part in the cost of ops
-        issues: Changes = {}
+            return  # it is where compute is, and has its part in the rows there
+        issues, back = self._charges()
+        for tick, terms in back.items():
+            issues.setdefault(tick, []).extend(terms)
         for op, _, last, runs in self.replays:
             issue = float(self.tables.ops[op, t.O_ISSUE_NS] + self.tables.host[t.H_REPLAY_OP]) / self.unit_ns
             issues.setdefault(self.place(last), []).append((runs, issue))
-        drop = int(self.tables.host[t.H_DROP])
-        back = int(self.tables.host[t.H_PREFETCH] + self.tables.host[t.H_AWAIT])
-        kinds = (self.copied, self._swap_ns()), (self.reused, drop + back), (self.recomputed, drop)
-        for chosen, nanoseconds in kinds:
-            for gap, column in chosen.items() if nanoseconds else ():
-                issues.setdefault(self.place(self.ends[gap]), []).append((column, nanoseconds / self.unit_ns))
         replayed = self._running(issues, self.longest, at_least=True)
         host = 0
         before: Terms = ()
@@ -378,6 +381,23 @@ class Relaxation:
             if tick in issues:
                 before = replayed[tick]
                 self.program.row(now, *((c, -f) for c, f in before), least=host / self.unit_ns)
+
+    def _charges(self) -> tuple[Changes, Changes]:
+        """What the host has to do for gaps: when they start, and when they end at the latest."""
+        gone: Changes = {}
+        back: Changes = {}
+        returns = self._host_ns(t.H_PREFETCH, t.H_AWAIT)
+        kinds = (
+            (self.copied, self._host_ns(t.H_SWAP_OUT), self._host_ns(t.H_RELEASE) + returns),
+            (self.reused, self._host_ns(t.H_DROP), returns),
+            (self.recomputed, self._host_ns(t.H_DROP), 0),
+        )
+        for chosen, at_start, at_end in kinds:
+            for gap, column in chosen.items():
+                for changes, tick, ns in (gone, self.starts[gap], at_start), (back, self.ends[gap], at_end):
+                    if ns:
+                        changes.setdefault(self.place(tick), []).append((column, ns / self.unit_ns))
+        return gone, back
 
     def _copies(self) -> None:
         """The two lanes: what may have left, what must be back, and the time that takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from legroom.planners.local import Search
 from legroom.planners.optimal import Optimal
 from legroom.schedule import lower
 from legroom.simulate import simulate
+from legroom.tables import NEVER
 from tests.pure.strategies import hardwares, make_trace, traces
 from tests.pure.test_bound import SLOW, link
-from tests.pure.test_optimal import SMALL, all_costs
+from tests.pure.test_optimal import SMALL, all_costs, proven
 from tests.pure.test_planners import assert_honest, peak_of
 from tests.pure.test_schedule import LINK, chain
 
@@ -145,7 +147,66 @@ def test_of_all_plans_of_a_small_step_it_finds_the_best(name: str) -> None:
 
 
 NARROW = dataclasses.replace(link(3e9), duplex_out_bytes_per_second=2e9, duplex_in_bytes_per_second=2e9)
-# (seed, ops, machine, share of the range): the search without annealing misses the best plan by 1.4 and 3.5 % here.
+MACHINES = {"narrow": NARROW, "slow": SLOW, "h200": PRESETS["h200"], "v100": PRESETS["v100-16g"], "cpu": PRESETS["cpu"]}
+
+
+def share_of_range(trace: Trace, share: float) -> int:
+    floor = floor_bytes(trace)
+    return floor + int(share * (peak_of(trace) - floor))
+
+
+# (gaps, seed, ops, machine, share of the range). The linear program alone is 2 to 33 % below the best plan here.
+LISTED = [(8, 39, 6, "cpu", 0.5), (9, 49, 4, "cpu", 0.5), (9, 55, 4, "h200", 0.25), (10, 59, 6, "narrow", 0.75)]
+
+
+@pytest.mark.parametrize(("gaps", "seed", "ops", "machine", "share"), LISTED)
+def test_it_is_within_a_percent_of_the_best_of_all_plans(
+    gaps: int, seed: int, ops: int, machine: str, share: float
+) -> None:
+    """Of up to 60,000 plans, a second's work; 20 s are enough for some 10 to 11 gaps."""
+    trace, hardware = make_trace(seed, forward=ops), MACHINES[machine]
+    assert len(trace.gaps) == gaps
+    budget = share_of_range(trace, share)
+    evaluator = Evaluator(trace, hardware)
+    kept = np.full(gaps, KEEP, np.int8)
+    # What cannot be recomputed while everything else is kept cannot be recomputed at all.
+    lone = [np.where(np.arange(gaps) == gap, np.int8(RECOMPUTE), kept) for gap in range(gaps)]
+    actions = [CODES if evaluator.evaluate(codes)[0] < NEVER else (KEEP, OVERLAP, SYNC) for codes in lone]
+    costs = (evaluator.judge(np.array(codes, np.int8), budget) for codes in itertools.product(*actions))
+    best = min(nanoseconds for nanoseconds, _, excess in costs if excess == 0)
+    assert SHORT(trace, hardware, budget).predicted_seconds <= 1.01 * best / 1e9
+
+
+# As above, drawn at random. Of 70 steps of 6 to 40 gaps in which something must be done, the programs prove for 29 that
+# auto is within 1 % of the best, with 20 s for each: 5 of 7 with up to 10 gaps, 7 of 19 with more than 30. One is known
+# to fall short: (25, 18, 8, "narrow", 0.75), where auto takes 284.9 µs and a plan that fetches ahead 281.1, as its own
+# search knows no such fetches. For the other 40 nothing is proven.
+PROVEN = [
+    (12, 70, 6, "cpu", 0.75),
+    (12, 79, 7, "slow", 0.5),
+    (17, 72, 5, "v100", 0.75),
+    (18, 77, 11, "cpu", 0.25),
+    (19, 42, 6, "narrow", 0.75),
+    (25, 28, 6, "h200", 0.75),
+    (35, 29, 20, "narrow", 0.5),
+    (36, 30, 20, "cpu", 0.75),
+    (39, 16, 14, "slow", 0.5),
+]
+
+
+@pytest.mark.parametrize(("gaps", "seed", "ops", "machine", "share"), PROVEN)
+def test_it_is_within_a_percent_of_what_is_proven_to_be_the_best(
+    gaps: int, seed: int, ops: int, machine: str, share: float
+) -> None:
+    trace, hardware = make_trace(seed, forward=ops), MACHINES[machine]
+    assert len(trace.gaps) == gaps
+    budget = share_of_range(trace, share)
+    plan = SHORT(trace, hardware, budget)
+    lowest = proven(Optimal(time_limit_seconds=20.0, evaluations=0)(trace, hardware, budget))
+    assert lowest <= plan.predicted_seconds * (1 + 1e-6) <= 1.01 * lowest
+
+
+# The search without annealing misses the best plan known by 1.4 and 3.5 % here.
 HARD = [(46, 9, NARROW, 0.0), (86, 6, NARROW, 0.25)]
 
 
@@ -155,8 +216,7 @@ def test_on_steps_of_up_to_forty_gaps_it_is_within_a_percent_of_the_oracle(
 ) -> None:
     trace = make_trace(seed, forward=ops)
     assert 15 <= len(trace.gaps) <= 40
-    floor = floor_bytes(trace)
-    budget = floor + int(share * (peak_of(trace) - floor))
+    budget = share_of_range(trace, share)
     best = Optimal(time_limit_seconds=2.0, evaluations=2000)(trace, hardware, budget).predicted_seconds
     assert SHORT(trace, hardware, budget).predicted_seconds <= 1.01 * best
     assert Auto(thorough=False)(trace, hardware, budget).predicted_seconds > 1.01 * best

@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import BudgetError
-from legroom.evaluate import RECOMPUTE, Evaluator, floor_bytes
+from legroom.evaluate import KEEP, RECOMPUTE, SHARED, Evaluator, floor_bytes
+from legroom.hardware import PRESETS
 from legroom.ir import Trace
-from legroom.plan import Decision, Recompute, Swap
-from legroom.planners.capuchin import Capuchin, _Recomputations, lineage
+from legroom.plan import Decision, Keep, Recompute, Swap
+from legroom.planners.capuchin import Capuchin, _Recomputations, _Search, lineage
 from legroom.tables import G_END, G_START, NEVER, tabulate
 from tests.pure.strategies import hardwares, traces
-from tests.pure.test_planners import peak_of
+from tests.pure.test_planners import assert_honest, peak_of
 from tests.pure.test_schedule import KB, LINK
+from tests.pure.test_traces import read
 from tests.pure.test_vdnn import RELU, SLOW, actions, assert_rule_holds, budgets_of, net
 
 SHARE = Recompute(share=True)
@@ -48,7 +50,7 @@ def test_a_source_that_is_gone_makes_others_dearer() -> None:
     trace = net([RELU] * 8, microseconds=[1, 10, 100, 1000, 1, 1, 1, 1])
     gaps = {trace.gaps[i].storage: i for i in range(len(trace.gaps))}
     one, two, three = (gaps[storage] for storage in (1, 2, 3))
-    book = _Recomputations(tabulate(trace, LINK), [one, two, three])
+    book = _Recomputations(tabulate(trace, LINK), {gap: [gap] for gap in (one, two, three)})
     assert book.candidates[three].srcs == {two}
     assert book.candidates[three].rp_time == 100_000
     book.choose(two)
@@ -60,6 +62,47 @@ def test_a_source_that_is_gone_makes_others_dearer() -> None:
     assert book.candidates[one].price == 3000 / KB
     assert book.choose(one) == []
     assert book.chosen[two].srcs == book.chosen[three].srcs == set()
+
+
+def vgg16_at_a_quarter() -> tuple[Trace, int]:
+    """Ops as slow as on a 2080 Ti: some swaps hide then."""
+    trace = read("vgg16")
+    ops = tuple(dataclasses.replace(op, seconds=7.8 * op.seconds) for op in trace.ops)
+    floor = floor_bytes(trace)
+    return dataclasses.replace(trace, ops=ops), floor + (trace.peak_bytes - floor) // 4
+
+
+def test_what_one_op_makes_is_one_candidate() -> None:
+    """By themselves, the places of a pooling's maxima could only be had by running the convolution before it."""
+    trace, budget = vgg16_at_a_quarter()
+    plan = Capuchin()(trace, PRESETS["rtx2080ti-pcie3"], budget)
+    done = dict(zip((gap.storage for gap in trace.gaps), plan.decisions, strict=True))
+    poolings = [[s for s, _ in op.writes] for op in trace.ops if "max_pool2d" in op.name and op.phase == "forward"]
+    assert len(poolings) == 5
+    assert all(done[maxima] == done[places] for maxima, places in poolings)
+    assert {done[maxima] for maxima, _ in poolings} == {Keep(), SHARE}
+
+
+def test_a_hidden_swap_that_comes_back_too_early_is_fetched_when_it_is_needed() -> None:
+    trace, budget = vgg16_at_a_quarter()
+    plan = Capuchin()(trace, PRESETS["rtx2080ti-pcie3"], budget)
+    swaps = [decision for decision in plan.decisions if isinstance(decision, Swap)]
+    assert swaps == [Swap("ahead", 0)]
+    assert_honest(trace, PRESETS["rtx2080ti-pcie3"], budget, plan)
+
+
+def test_what_later_choices_made_superfluous_is_kept() -> None:
+    trace, budget = vgg16_at_a_quarter()
+    evaluator = Evaluator(trace, PRESETS["rtx2080ti-pcie3"])
+    search = _Search(evaluator, budget, SHARED)
+    codes = search.decide()
+    kept = [name for name in search.taken if codes[name] == KEEP]
+    assert kept
+    for name in set(search.taken) - set(kept):
+        trial = codes.copy()
+        trial[search.together[name]] = KEEP
+        ns, _, excess = evaluator.judge(trial, budget)
+        assert excess > 0 or ns > search.now[0]
 
 
 def test_the_lineage_of_a_gap() -> None:

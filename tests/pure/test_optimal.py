@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, SHARED, Evaluator, floor_bytes
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
-from legroom.plan import Keep
+from legroom.plan import Keep, Plan
 from legroom.planners.auto import Auto
 from legroom.planners.optimal import REPLAYS, SWAPS, Optimal, Search
 from legroom.tables import NEVER
 from tests.pure.strategies import make_trace
-from tests.pure.test_bound import SLOW, WAITING
+from tests.pure.test_bound import SLOW, WAITING, link
 from tests.pure.test_planners import assert_honest
 from tests.pure.test_schedule import LINK, chain
 
@@ -31,6 +32,12 @@ def all_costs(trace: Trace, hardware: Hardware, actions: tuple[int, ...]) -> lis
     every = itertools.product(actions, repeat=evaluator.gaps)
     costs = (evaluator.evaluate(np.array(codes, np.int8)) for codes in every)
     return [cost for cost in costs if cost[0] < NEVER]
+
+
+def proven(plan: Plan) -> float:
+    """What the solver of the integer program says that no plan is below; 0 where it says nothing."""
+    found = re.search(r"its own bound is ([0-9.]+) s", plan.notes[0])
+    return float(found[1]) if found else 0.0
 
 
 def budgets(trace: Trace) -> list[int]:
@@ -57,6 +64,26 @@ def test_it_is_the_best_of_all_plans(name: str) -> None:
         assert_honest(trace, hardware, budget, plan)
         assert plan.predicted_seconds <= 1.01 * best / 1e9
         assert lower_bound(trace, hardware, budget).seconds <= best / 1e9
+        assert proven(plan) <= best / 1e9 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(0.25e9, 4500), (0.1e9, 4500), (0.1e9, 5500)])
+def test_whole_copies_say_more_than_fluid_ones_and_nothing_false(rate: float, budget: int) -> None:
+    """Nothing can be recomputed, and to be half a kilobyte below a level, a whole one must go: 4 or 10 µs each way."""
+    trace = dataclasses.replace(chain(6), ops=tuple(dataclasses.replace(o, why_not="random") for o in chain(6).ops))
+    best = min(ns for ns, peak in all_costs(trace, link(rate), (KEEP, *SWAPS)) if peak <= budget)
+    whole, fluid = (
+        proven(dataclasses.replace(QUICK, whole_copies=most)(trace, link(rate), budget)) for most in (5000, 0)
+    )
+    assert 1.1 * fluid < whole <= best / 1e9 * (1 + 1e-6)
+
+
+def test_copies_of_many_steps_do_not_lead_the_solver_astray() -> None:
+    """It once proved that no plan is below 13.8 s here."""
+    trace = make_trace(53, forward=9)
+    floor, peak = floor_bytes(trace), max(trace.head_peak_bytes, trace.peak_bytes)
+    plan = QUICK(trace, SLOW, floor + int(0.75 * (peak - floor)))
+    assert 0.0 < proven(plan) <= plan.predicted_seconds < 1e-3
 
 
 def test_it_is_the_best_of_all_plans_that_recompute_a_longer_chain() -> None:

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import BudgetError
-from legroom.plan import Recompute, Swap
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS
+from legroom.plan import Plan, Recompute, Swap
+from legroom.planners.capuchin import Capuchin
 from legroom.planners.superneurons import SuperNeurons
+from legroom.planners.vdnn import Vdnn
+from legroom.schedule import Replay, lower
 from tests.pure.strategies import hardwares, make_trace, traces
 from tests.pure.test_planners import assert_honest, peak_of
 from tests.pure.test_schedule import KB, LINK
-from tests.pure.test_vdnn import CONV, FAST, MM, NORM, POOL, RELU, actions, assert_rule_holds, budgets_of, net
+from tests.pure.test_traces import read
+from tests.pure.test_vdnn import CONV, FAST, MM, NORM, POOL, RELU, actions, asked, assert_rule_holds, budgets_of, net
 
 BLOCKS = (CONV, NORM, RELU) * 3
 
@@ -46,10 +55,9 @@ def test_a_segment_larger_than_any_layer_is_recomputed_output_by_output(cheap: l
 def test_the_cache_lets_the_least_recently_used_go_and_no_more_than_must() -> None:
     trace = net(BLOCKS * 2)
     checkpoints = [1, 4, 7, 10, 13, 16]
-    floor = SuperNeurons(cache=False)(trace, FAST, peak_of(trace)).predicted_peak_bytes
     with pytest.raises(BudgetError) as caught:
-        SuperNeurons()(trace, FAST, floor - 1)
-    assert caught.value.floor_bytes == floor
+        SuperNeurons()(trace, FAST, 0)
+    floor = caught.value.floor_bytes
     gone = []
     for budget in range(peak_of(trace), floor - 1, -KB):
         plan = SuperNeurons()(trace, FAST, budget)
@@ -59,6 +67,62 @@ def test_the_cache_lets_the_least_recently_used_go_and_no_more_than_must() -> No
     assert gone == sorted(gone)
     assert gone[0] == 0
     assert len(set(gone)) > 2
+
+
+def test_a_fetch_ahead_waits_where_there_is_no_room_for_it() -> None:
+    trace = net(BLOCKS * 2)
+    ahead = SuperNeurons(cache=False)(trace, FAST, peak_of(trace))
+    with pytest.raises(BudgetError) as caught:
+        SuperNeurons()(trace, FAST, 0)
+    floor = caught.value.floor_bytes
+    assert floor < ahead.predicted_peak_bytes
+    least = SuperNeurons(cache=False)(trace, FAST, floor)
+    assert least.predicted_peak_bytes == floor
+    early, late = (
+        sum(decision.ahead > 0 for decision in plan.decisions if isinstance(decision, Swap)) for plan in (ahead, least)
+    )
+    assert late < early == 6
+
+
+@pytest.mark.parametrize("name", ["aten.add_.Tensor", "aten.cat.default"])
+def test_where_branches_meet_is_a_checkpoint(name: str) -> None:
+    chain = net([CONV, NORM, RELU, CONV, name, RELU, CONV, RELU])
+    meets = dataclasses.replace(chain.ops[4], reads=((4, 0), (3, 0)))
+    joined = dataclasses.replace(chain, ops=(*chain.ops[:4], meets, *chain.ops[5:]))
+    cheap, checkpoint = (SuperNeurons(cache=False)(trace, FAST, peak_of(trace)) for trace in (chain, joined))
+    assert actions(chain, cheap.decisions)[5] == Recompute(share=True)
+    assert isinstance(actions(joined, checkpoint.decisions)[5], Swap)
+
+
+def test_what_a_pooling_makes_comes_back_together() -> None:
+    """The maxima are wanted before the input of the pooling is, and where they were after that."""
+    trace = read("vgg16")
+    plan = SuperNeurons(cache=False)(trace, PRESETS["rtx2080ti-pcie3"], peak_of(trace))
+    made = {storage for op in trace.ops if "max_pool2d" in op.name for storage, _ in op.writes}
+    decisions = [decision for storage, decision in actions(trace, plan.decisions).items() if storage in made]
+    assert decisions == [Recompute(share=True)] * 10
+    poolings = sum("max_pool2d" in op.name for op in trace.ops if op.phase == "forward")
+    replays = [i for i in lower(trace, plan, PRESETS["rtx2080ti-pcie3"]).instructions if isinstance(i, Replay)]
+    run = [op for replay in replays for op in replay.ops if "max_pool2d" in trace.ops[op].name]
+    assert len(run) == len(set(run)) == poolings == 5
+    assert not any("convolution" in trace.ops[op].name for replay in replays for op in replay.ops)
+
+
+@pytest.mark.parametrize("factor", [1.0, 7.8])
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.25])
+def test_the_order_of_the_papers_without_the_search(share: float, factor: float) -> None:
+    trace = read("vgg16")
+    trace = dataclasses.replace(
+        trace, ops=tuple(dataclasses.replace(op, seconds=factor * op.seconds) for op in trace.ops)
+    )
+    floor = floor_bytes(trace)
+    budget = int(floor + share * (trace.peak_bytes - floor))
+    plans = [
+        asked(planner, trace, PRESETS["rtx2080ti-pcie3"], budget) for planner in (Capuchin(), SuperNeurons(), Vdnn())
+    ]
+    seconds = [plan.predicted_seconds if isinstance(plan, Plan) else math.inf for plan in plans]
+    assert seconds == sorted(seconds)
+    assert seconds[1] < math.inf
 
 
 def test_what_only_a_convolution_can_bring_back_is_swapped_in_its_place() -> None:

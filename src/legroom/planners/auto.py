@@ -26,6 +26,7 @@ from legroom.kernels import AHEAD, Codes
 from legroom.plan import Plan
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.dtr import Dtr
+from legroom.planners.home import Home
 from legroom.planners.local import CHANGES, MOST_ANNEALED, Search
 from legroom.planners.mimose import Mimose
 from legroom.planners.optimal import REPLAYS, SWAPS
@@ -48,13 +49,14 @@ _AS_GOOD = 1e-6  # that close to the bound, a plan is not worth improving
 # Planners that are asked too, and with how many gaps at most: their time grows with the square of that, or is
 # longer than all the rest.
 _OTHERS = (
-    (1000, Capuchin()),
+    (500, Capuchin()),
     (500, Mimose()),
     (500, Tensile()),
     (100, Dtr()),
     (100, Sublinear()),
     (100, SuperNeurons()),
     (100, Vdnn()),
+    (100, Home(swarms=1, iterations=20, patience=10, threads=1)),
 )
 
 

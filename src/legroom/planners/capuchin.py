@@ -18,27 +18,32 @@ Deviations. ext_time counts all recomputations that read the candidate; the pape
 and sees only those that the choice itself made longer. Whether a swap hides, and how long compute waits for one, is
 asked of the evaluator instead of estimated and corrected from step to step: Capuchin moves its in-triggers until the
 waiting ends, and this is where it ends. Fetches start where the lowering puts them; where a swap without free time
-frees nothing that way, it is synchronous. A candidate that frees nothing at all while memory is short is passed over.
-With `collective`, what a recomputation makes on its way stays where another wants it, as in the paper; it is thrown
-away where there is no room for that.
+frees nothing that way, it is fetched when it is needed, or else it is synchronous. So are, in passive mode, swaps whose
+fetch ahead finds no room. A candidate that frees nothing at all while memory is short is passed over. With
+`collective`, what a recomputation makes on its way stays where another wants it, as in the paper; it is thrown away
+where there is no room for that. So tensors that one op makes are one candidate, to be recomputed when the first of them
+is needed (the maxima of a pooling, and where they were); in the paper an op makes one. What later choices have made
+superfluous is kept in the end: the paper adds up bytes until enough are saved, here memory is short at some ticks and
+not at others, and much that is cheap and chosen early frees it where something larger does too.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
-from legroom.plan import Plan
+from legroom.kernels import AHEAD, Codes
+from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 from legroom.planners.vdnn import access_times
 from legroom.tables import (
     G_BYTES,
     G_END,
+    G_FIRST,
     G_IN,
     G_OUT,
     G_START,
@@ -57,7 +62,16 @@ from legroom.tables import (
 
 # What frees more where this frees nothing: without free time a fetch that hides has to start before the peak is over,
 # and what a replay leaves in memory may be too much for it.
-_SHORTER = {OVERLAP: SYNC, SHARED: RECOMPUTE}
+_SHORTER: dict[int, tuple[int, ...]] = {OVERLAP: (AHEAD, SYNC), SHARED: (RECOMPUTE,)}
+
+_DECISIONS: dict[int, Decision] = {
+    KEEP: Keep(),
+    OVERLAP: Swap(),
+    AHEAD: Swap(when="ahead"),  # by no tick: fetched when it is needed
+    SYNC: Swap(when="sync"),
+    RECOMPUTE: Recompute(),
+    SHARED: Recompute(share=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +81,15 @@ class Capuchin:
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         search = _Search(Evaluator(trace, hardware), budget_bytes, SHARED if self.collective else RECOMPUTE)
         codes = search.decide()
-        counts = np.bincount(codes, minlength=SHARED + 1)
-        done = f"{counts[OVERLAP]} swapped, {counts[SYNC]} swapped with waiting, {counts[RECOMPUTE] + counts[SHARED]} "
-        notes = (f"{counts[KEEP]} gaps kept, {done}recomputed", f"{search.hidden} swaps hidden in free time")
-        return search.evaluator.plan(codes, planner="capuchin", budget_bytes=budget_bytes, notes=notes)
+        counts = np.bincount(codes, minlength=AHEAD + 1)
+        waiting = f"{counts[AHEAD] + counts[SYNC]} swapped with waiting"
+        done = f"{counts[OVERLAP]} swapped, {waiting}, {counts[RECOMPUTE] + counts[SHARED]} recomputed"
+        notes = (f"{counts[KEEP]} gaps kept, {done}", f"{search.hidden} swaps hidden in free time")
+        nanoseconds, peak = search.evaluator.evaluate(codes)
+        if peak > budget_bytes:
+            return search.evaluator.plan(codes, planner="capuchin", budget_bytes=budget_bytes)  # raises
+        decisions = tuple(_DECISIONS[code] for code in codes.tolist())
+        return Plan(decisions, signature(trace), "capuchin", budget_bytes, peak, nanoseconds / 1e9, notes)
 
 
 class _Search:
@@ -80,6 +99,8 @@ class _Search:
         self.recompute = recompute
         self.codes: Codes = np.full(evaluator.gaps, KEEP, np.int8)
         self.now = self.evaluator.judge_as_start(self.codes, budget_bytes)
+        self.together: dict[int, list[int]] = {}  # candidates: the gaps of each
+        self.taken: list[int] = []
         self.hidden = 0
 
     def decide(self) -> Codes:
@@ -88,53 +109,69 @@ class _Search:
             self._by_msps(overheads)
         if self.now[2] > 0:
             self._passive()
+        self._give_back()
         return self.codes
 
     def _judge(self) -> tuple[int, int, int]:
         return self.evaluator.judge(self.codes, self.budget)
 
-    def _try(self, gap: int, code: int) -> int | None:
-        """Nanoseconds that it costs to do this about a gap too, None where it is impossible or frees nothing."""
-        before, self.codes[gap] = self.codes[gap], code
+    def _try(self, name: int, code: int) -> int | None:
+        """Nanoseconds that it costs to do this about a candidate too, None where it is impossible or frees nothing."""
+        gaps = self.together[name]
+        before = self.codes[gaps]
+        self.codes[gaps] = code
         then = self._judge()
-        self.codes[gap] = before
+        self.codes[gaps] = before
         return None if then[0] == NEVER or then[2] >= self.now[2] else then[0] - self.now[0]
 
-    def _take(self, gap: int, code: int) -> None:
-        self.codes[gap] = code
+    def _take(self, name: int, code: int) -> None:
+        self.codes[self.together[name]] = code
         self.now = self._judge()
+        self.taken.append(name)
 
-    def _candidates(self) -> list[int]:
-        """Gaps that reach over a tick at which memory is short."""
-        gaps = self.evaluator.tables.gaps
+    def _candidates(self) -> dict[int, list[int]]:
+        """Gaps that reach over a tick at which memory is short: those of what one op makes, by the first that ends.
+
+        Where a storage has several gaps, its second ones are another candidate.
+        """
+        tables = self.evaluator.tables
         self._judge()
         above = np.concatenate([[0], np.cumsum(self.evaluator.curve() > self.budget)])
-        return [int(gap) for gap in np.flatnonzero(above[gaps[:, G_END]] > above[gaps[:, G_START]])]
+        short = np.flatnonzero(above[tables.gaps[:, G_END]] > above[tables.gaps[:, G_START]]).tolist()
+        made: dict[tuple[int, int], list[int]] = {}
+        for gap in short:
+            value = int(tables.gaps[gap, G_VALUE])
+            writer = int(tables.values[value, V_WRITER]) if value >= 0 else -1
+            together = self.recompute == SHARED and writer >= 0
+            key = (writer, gap - int(tables.gaps[gap, G_FIRST])) if together else (-1, gap)
+            made.setdefault(key, []).append(gap)
+        return {min(gaps, key=lambda gap: (int(tables.gaps[gap, G_END]), gap)): gaps for gaps in made.values()}
 
     def _swap_into_free_time(self) -> dict[int, int]:
         """Swap what hides; of the other candidates return what a swap costs, as far as is known by now."""
         if self.now[2] == 0:
             return {}
-        gaps = self.evaluator.tables.gaps
+        rows = self.evaluator.tables.gaps
         times = access_times(self.evaluator.tables)
+        self.together = self._candidates()
         free = {}
-        for gap in self._candidates():
-            start, end, out, back = (int(gaps[gap, column]) for column in (G_START, G_END, G_OUT, G_IN))
-            free[gap] = times[end] - times[start] - out - back
+        for name, gaps in self.together.items():
+            stretch = times[int(rows[gaps, G_END].min())] - times[int(rows[gaps, G_START].max())]
+            free[name] = stretch - int(rows[gaps, G_OUT].sum() + rows[gaps, G_IN].sum())
         overheads = {}
-        for gap in sorted(free, key=lambda gap: (-free[gap], gap)):
-            overheads[gap] = max(0, -free[gap])
-            if free[gap] < 0:
+        for name in sorted(free, key=lambda name: (-free[name], name)):
+            overheads[name] = max(0, -free[name])
+            if free[name] < 0:
                 continue
-            waiting = self._try(gap, OVERLAP)
+            waiting = self._try(name, OVERLAP)
             if waiting is not None and waiting <= 0:
-                self._take(gap, OVERLAP)
-                self.hidden += 1
-                del overheads[gap]
+                self._take(name, OVERLAP)
+                self.hidden += len(self.together[name])
+                del overheads[name]
                 if self.now[2] == 0:
                     break
             elif waiting is not None:
-                overheads[gap] = waiting
+                overheads[name] = waiting
         return overheads
 
     def _by_msps(self, overheads: dict[int, int]) -> None:
@@ -142,38 +179,41 @@ class _Search:
 
         A swap costs more the more there are, so its price is asked for again when it comes to the top.
         """
-        sizes = self.evaluator.tables.gaps[:, G_BYTES]
-        recomputations = _Recomputations(self.evaluator.tables, list(overheads))
-        prices = {(gap, OVERLAP): ns / max(1, int(sizes[gap])) for gap, ns in overheads.items()}
-        prices |= {(gap, self.recompute): price for gap, price in recomputations.prices()}
-        heap = [(price, gap, code) for (gap, code), price in prices.items()]  # nanoseconds per byte: 1 / MSPS
+        rows = self.evaluator.tables.gaps
+        sizes = {name: max(1, int(rows[self.together[name], G_BYTES].sum())) for name in overheads}
+        recomputations = _Recomputations(self.evaluator.tables, {name: self.together[name] for name in overheads})
+        prices = {(name, OVERLAP): ns / sizes[name] for name, ns in overheads.items()}
+        prices |= {(name, self.recompute): price for name, price in recomputations.prices()}
+        heap = [(price, name, code) for (name, code), price in prices.items()]  # nanoseconds per byte: 1 / MSPS
         heapq.heapify(heap)
         while heap and self.now[2] > 0:
-            price, gap, code = heapq.heappop(heap)
-            if self.codes[gap] != KEEP or prices.get((gap, code)) != price:
+            price, name, code = heapq.heappop(heap)
+            if self.codes[name] != KEEP or prices.get((name, code)) != price:
                 continue
-            del prices[gap, code]
-            taken, overhead = code, self._try(gap, code)
-            if overhead is None and code in _SHORTER:
-                taken, overhead = _SHORTER[code], self._try(gap, _SHORTER[code])
+            del prices[name, code]
+            ways = ((way, self._try(name, way)) for way in (code, *_SHORTER.get(code, ())))
+            taken, overhead = next(((way, ns) for way, ns in ways if ns is not None), (code, None))
             if overhead is None:
                 continue
-            entry = overhead / max(1, int(sizes[gap])), gap, code
+            entry = overhead / sizes[name], name, code
             if code == OVERLAP and entry[0] > price and heap and entry > heap[0]:
-                prices[gap, code] = entry[0]
+                prices[name, code] = entry[0]
                 heapq.heappush(heap, entry)
                 continue
-            self._take(gap, taken)
+            self._take(name, taken)
             if code == OVERLAP:
-                recomputations.forget(gap)
+                recomputations.forget(name)
                 continue
-            for other, changed in recomputations.choose(gap):
+            for other, changed in recomputations.choose(name):
                 if (other, code) in prices:
                     prices[other, code] = changed
                     heapq.heappush(heap, (changed, other, code))
 
     def _passive(self) -> None:
-        """Wherever memory is short still, evict what was used least recently, and wait for it."""
+        """Wherever memory is short still, let fetches wait until they are needed; then evict the least recently used.
+
+        Compute waits for all of that.
+        """
         gaps = self.evaluator.tables.gaps
         order = np.argsort(gaps[:, G_START], kind="stable")
         while self.now[2] > 0:
@@ -183,16 +223,42 @@ class _Search:
             here = (gaps[order, G_START] <= tick) & (tick <= gaps[order, G_END]) & (self.codes[order] != SYNC)
             if not here.any():  # replays elsewhere hold what is needed here
                 self.codes = np.full(len(self.codes), SYNC, np.int8)
+                self.now = self._judge()
                 return
-            self.codes[order[np.argmax(here)]] = SYNC
-            self.now = self._judge()
+            if not self._later(order[here & (self.codes[order] == OVERLAP)].tolist()):
+                self.codes[order[np.argmax(here)]] = SYNC
+                self.now = self._judge()
+
+    def _later(self, gaps: list[int]) -> bool:
+        """Let the first fetch wait that frees memory by that; False where none does."""
+        for gap in gaps:
+            self.codes[gap] = AHEAD
+            then = self._judge()
+            if then[2] < self.now[2]:
+                self.now = then
+                return True
+            self.codes[gap] = OVERLAP
+        return False
+
+    def _give_back(self) -> None:
+        """Keep what later choices made superfluous, in the order in which it was chosen."""
+        for name in self.taken:
+            gaps = self.together[name]
+            before = self.codes[gaps]
+            self.codes[gaps] = KEEP
+            then = self._judge()
+            if then[0] <= self.now[0] and then[2] <= self.now[2]:
+                self.now = then
+            else:
+                self.codes[gaps] = before
 
 
 @dataclass(slots=True)
 class _Candidate:
     mem: int  # bytes
     rp_time: int  # nanoseconds of its recomputation from its sources
-    srcs: set[int] = field(default_factory=set)  # gaps whose storages it is recomputed from
+    srcs: set[int]  # gaps whose storages it is recomputed from
+    gaps: frozenset[int]  # what it brings back
     ext_time: int = 0  # nanoseconds by which it lengthens the recomputations chosen before
 
     @property
@@ -203,38 +269,38 @@ class _Candidate:
 class _Recomputations:
     """Capuchin's bookkeeping of what a recomputation costs, given those that are chosen already."""
 
-    def __init__(self, tables: Tables, gaps: list[int]) -> None:
+    def __init__(self, tables: Tables, together: dict[int, list[int]]) -> None:
         self.candidates: dict[int, _Candidate] = {}
         self.chosen: dict[int, _Candidate] = {}
-        for gap in gaps:
-            found = lineage(tables, gap)
+        for name, gaps in together.items():
+            found = lineage(tables, name)
             if found is not None:
                 ops, srcs = found
-                nanoseconds = again_ns(tables, ops)
-                self.candidates[gap] = _Candidate(int(tables.gaps[gap, G_BYTES]), nanoseconds, set(srcs))
+                nbytes = int(tables.gaps[gaps, G_BYTES].sum())
+                self.candidates[name] = _Candidate(nbytes, again_ns(tables, ops), set(srcs), frozenset(gaps))
 
     def prices(self) -> list[tuple[int, float]]:
-        return [(gap, candidate.price) for gap, candidate in self.candidates.items()]
+        return [(name, candidate.price) for name, candidate in self.candidates.items()]
 
-    def forget(self, gap: int) -> None:
+    def forget(self, name: int) -> None:
         """It is swapped: a source for others that comes back by itself."""
-        self.candidates.pop(gap, None)
+        self.candidates.pop(name, None)
 
-    def choose(self, gap: int) -> list[tuple[int, float]]:
+    def choose(self, name: int) -> list[tuple[int, float]]:
         """Recompute this one; return the prices that change by that."""
-        t = self.candidates.pop(gap)
+        t = self.candidates.pop(name)
         for rp in self.chosen.values():
-            if gap in rp.srcs:
-                rp.srcs = rp.srcs - {gap} | t.srcs
-        self.chosen[gap] = t
+            if t.gaps & rp.srcs:
+                rp.srcs = rp.srcs - t.gaps | t.srcs
+        self.chosen[name] = t
         changed = []
         for other, cand in self.candidates.items():
-            if gap in cand.srcs:
-                cand.srcs = cand.srcs - {gap} | t.srcs
+            if t.gaps & cand.srcs:
+                cand.srcs = cand.srcs - t.gaps | t.srcs
                 cand.rp_time += t.rp_time
-            elif other not in t.srcs:
+            elif not cand.gaps & t.srcs:
                 continue
-            cand.ext_time = cand.rp_time * sum(other in rp.srcs for rp in self.chosen.values())
+            cand.ext_time = cand.rp_time * sum(bool(cand.gaps & rp.srcs) for rp in self.chosen.values())
             changed.append((other, cand.price))
         return changed
 

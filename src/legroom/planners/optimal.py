@@ -1,17 +1,18 @@
 """Mixed integer programming with HiGHS: for small traces, and as an oracle for the other planners.
 
-This project's own. The program is that of `legroom.bound` with whole gaps in place of fractions, and with chains: where
-a replay needs a storage that is away, that comes back at this tick and stays (it is shared), or its op runs once more
-and it goes again, as `lower()` does it.
+This project's own. The program is that of `legroom.bound` with whole gaps in place of fractions, and more of what
+`lower()` does. Chains: where a replay needs a storage that is away, that comes back at this tick and stays (it is
+shared), or its op runs once more and it goes again. And where it has room for that, whole copies: memory is free when
+all of a storage has left, and taken when its copy back begins.
 
 Guarantee: a plan for every budget that has one, with the bound of the linear program, below which no plan is. The notes
 give that of the integer program, and whether it was solved to its end. It still grants more than a schedule can do:
-copies are fluid, so bytes leave and arrive little by little; memory inside a tick, where replays have their workspace,
-is free; ops whose results are never in memory run once for all replays that need them; of a long chain only the last
-ticks before the end of a gap are looked at (`chain`). So its solution is a proposal: the exact evaluator judges it,
-what is above the budget is repaired there, one to three gaps at a time are changed as long as that helps, and where
-gaps are few the result is annealed. On random traces and chains of up to 7 gaps that gave the best of all plans in each
-of some hundred cases.
+compute may wait for a copy at any tick; memory inside a tick, where replays have their workspace, is free; ops whose
+results are never in memory run once for all replays that need them; of a long chain only the last ticks before the end
+of a gap are looked at (`chain`); with many gaps bytes leave and arrive little by little (`whole_copies`). So its
+solution is a proposal: the exact evaluator judges it, what is above the budget is repaired there, one to three gaps at
+a time are changed as long as that helps, and where gaps are few the result is annealed. On random traces and chains of
+up to 7 gaps that gave the best of all plans in each of some hundred cases.
 
 The same input gives the same plan as long as the solver ends before its time limit.
 """
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from legroom import tables as t
-from legroom.bound import Relaxation, Return, lower_bound
+from legroom.bound import Changes, Relaxation, Return, lower_bound
 from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
@@ -40,6 +41,7 @@ from legroom.units import format_bytes
 
 _LISTED = 100_000  # combinations of gaps that are all looked at; of more, some are drawn
 SWAPS, REPLAYS = (OVERLAP, SYNC), (SHARED, RECOMPUTE)
+_OUT, _IN = (t.R_OUT, t.R_DUPLEX_OUT), (t.R_IN, t.R_DUPLEX_IN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,10 @@ class Optimal:
     # With more gaps than this chains are left to the search: the program with them is three times as large, and in 60 s
     # led to slower plans for a GPT of 340 gaps (161.6 ms in place of 160.8, 181.1 in place of 180.9).
     chained_gaps: int = 100
+    # With more pairs of a gap and a tick within it than this, copies stay fluid. The 1,534 of VGG16 lift what is proven
+    # at a quarter of its range on the h200 preset from 59.9 to 63.3 ms in ten minutes (the best plan known takes 65.1);
+    # with the 29,000 of a MobileNet not even the first linear program is solved in a minute.
+    whole_copies: int = 5000
     evaluations: int = 100_000  # of the search that follows
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -67,8 +73,7 @@ def solve(
         search = Search(evaluator, budget_bytes, actions, knobs.evaluations)
         starts = [_rounded(bound.swapped, bound.recomputed, actions)]
         if bound.seconds < math.inf:
-            chain = knobs.chain if evaluator.gaps <= knobs.chained_gaps else 0
-            solution, said = _Chains(evaluator.tables, budget_bytes, actions, chain).solved(knobs)
+            solution, said = _Whole(evaluator.tables, budget_bytes, actions, knobs).solved()
             starts += [] if solution is None else [solution]
         if SYNC in actions:
             starts.append(search.least_peak())
@@ -103,22 +108,27 @@ def _rounded(swapped: Floats, recomputed: Floats, actions: tuple[int, ...]) -> C
     return codes.astype(np.int8)
 
 
-class _Chains(Relaxation):
-    """The relaxation with whole gaps, and with what a replay needs from other gaps."""
+class _Whole(Relaxation):
+    """The relaxation with whole gaps and whole copies, and with what a replay needs from other gaps."""
 
-    def __init__(self, tables: Tables, budget_bytes: int, actions: tuple[int, ...], chain: int) -> None:
-        self.chain = chain
+    def __init__(self, tables: Tables, budget_bytes: int, actions: tuple[int, ...], knobs: Optimal) -> None:
+        self.knobs = knobs
+        self.chain = knobs.chain if len(tables.gaps) <= knobs.chained_gaps else 0
         self.alone: dict[int, int] = {}  # gap: column, whether it is thrown away by replays that need it
+        # (gap, tick kept): columns, whether all of it has been copied out by then, and whether its copy back has begun
+        self.left: dict[tuple[int, int], int] = {}
+        self.begun: dict[tuple[int, int], int] = {}
         super().__init__(tables, budget_bytes)
-        self.whole = [*self.copied.values(), *self.reused.values(), *self.recomputed.values(), *self.alone.values()]
+        kinds = self.copied, self.reused, self.recomputed, self.alone, self.left, self.begun
+        self.whole = [column for kind in kinds for column in kind.values()]
         for column in () if OVERLAP in actions else (*self.copied.values(), *self.reused.values()):
             self.program.high[column] = 0.0
 
-    def solved(self, knobs: Optimal) -> tuple[Codes | None, str]:
+    def solved(self) -> tuple[Codes | None, str]:
         """The codes of the best solution found, and what is known about it."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        program = self.program
+        program, knobs = self.program, self.knobs
         integral = np.zeros(len(program.high))
         integral[self.whole] = 1
         found = milp(
@@ -129,11 +139,11 @@ class _Chains(Relaxation):
             options={"time_limit": knobs.time_limit_seconds, "mip_rel_gap": knobs.gap},
         )
         bound = getattr(found, "mip_dual_bound", None)
-        known = "nothing is known" if bound is None else f"its own bound is {bound * self.unit_ns / 1e9:.6f} s"
+        known = "nothing is known" if bound is None else f"its own bound is {bound * self.unit_ns / 1e9:.9f} s"
         if found.x is None:
             return None, f"no solution in {knobs.time_limit_seconds:g} s, {known}"
         ended = "solved" if found.status == 0 else "out of time"
-        return self._codes(found.x), f"{ended} at {found.fun * self.unit_ns / 1e9:.6f} s, {known}"
+        return self._codes(found.x), f"{ended} at {found.fun * self.unit_ns / 1e9:.9f} s, {known}"
 
     def _codes(self, columns: Floats) -> Codes:
         swapped, recomputed = self.fractions(columns)
@@ -227,6 +237,89 @@ class _Chains(Relaxation):
                     stands = tables.gaps[other, t.G_VALUE] == value and other in self.copied
                     if stands and self.starts[other] < tick < self.ends[other]:
                         yield other
+
+    def _memory(self) -> None:
+        super()._memory()
+        inside = {gap: range(self.place(self.starts[gap]), self.place(self.ends[gap])) for gap in self.gaps}
+        if sum(map(len, inside.values())) > self.knobs.whole_copies:
+            return
+        for gap, ticks in inside.items():
+            self._whole_copy(gap, ticks)
+        self._whole_lanes(inside)
+
+    def _whole_copy(self, gap: int, ticks: range) -> None:
+        """The columns of a gap, and that its own copies take their time, whatever else is on the lanes."""
+        program, first = self.program, ticks.start
+        out_time, in_time = (self._copy_time(gap, *rates) for rates in (_OUT, _IN))
+        # What comes before the start of the gap is known only if that is a tick which is kept.
+        before = self._segment(first) if self.kept[first] == self.starts[gap] else 0.0
+        since = [(self.time[first - 1], -1.0)] if first else []
+        for tick in ticks:
+            left, begun = program.column(1.0), program.column(1.0)
+            self.left[gap, tick], self.begun[gap, tick] = left, begun
+            away = [(left, 1.0), *self._again(gap), (begun, -1.0)]
+            program.row((self.copied[gap], 1.0), (left, -1.0))
+            program.row(*away)
+            if tick > first:
+                program.row((left, 1.0), (self.left[gap, tick - 1], -1.0))
+                program.row((begun, 1.0), (self.begun[gap, tick - 1], -1.0))
+            program.row((self.time[tick], 1.0), *since, (left, -out_time), least=before)
+            rest = [(self.time[ticks.stop], 1.0), (self.time[tick], -1.0)]
+            program.row(*rest, *((c, -f * in_time) for c, f in away), least=self._next_segment(tick))
+            for back in self.returns.get(gap, []):
+                if self.place(back.tick) <= tick:
+                    program.row((back.swapped, -1.0), *((c, -f) for c, f in away), least=-1.0)
+
+    def _whole_lanes(self, inside: dict[int, range]) -> None:
+        """What has left and what is back, on the lanes and in memory, is made of whole copies."""
+        program = self.program
+        left: Changes = {}  # all of it by then, of gaps that are over
+        back: Changes = {}
+        replayed: Changes = {}
+        for gap, ticks in inside.items():
+            size = self.sizes[gap] / self.unit_bytes
+            left.setdefault(ticks.stop, []).append((self.copied[gap], size))
+            back.setdefault(ticks.stop, []).extend((c, size) for c, _ in ((self.copied[gap], 1.0), *self._again(gap)))
+            if gap in self.recomputed:
+                replayed.setdefault(ticks.start, []).append((self.recomputed[gap], size))
+                replayed.setdefault(ticks.stop, []).append((self.recomputed[gap], -size))
+            for tick, column, factor in self._early(gap, "recomputed"):
+                replayed.setdefault(tick, []).append((column, -factor * size))
+        all_left = self._running(left, self.total, at_least=True)
+        all_back = self._running(back, self.total)
+        dropped = self._running(replayed, self.total)
+        for tick, top in enumerate(self.tables.ticks[self.kept, t.T_PEAK].tolist()):
+            sizes = {gap: self.sizes[gap] / self.unit_bytes for gap, ticks in inside.items() if tick in ticks}
+            now_left = [(self.left[gap, tick], size) for gap, size in sizes.items()]
+            now_begun = [(self.begun[gap, tick], size) for gap, size in sizes.items()]
+            again = [(column, size) for gap, size in sizes.items() for column, _ in self._again(gap)]
+            program.row((self.out[tick], 1.0), *((c, -f) for c, f in (*now_left, *all_left[tick])))
+            fetched = [*now_begun, *all_back[tick]]
+            program.row(*fetched, (self.back[tick], -1.0))
+            if self._next_segment(tick):  # as in the relaxation: what is not begun here is waited for there
+                here = [(c, f * self.in_time) for c, f in (*fetched, (self.back[tick + 1], -1.0))]
+                program.row(*here, *self._passed(tick + 1), least=self._next_segment(tick))
+            if top > self.budget:
+                absent = [*now_left, *again, *((c, -f) for c, f in now_begun), *dropped[tick]]
+                program.row(*absent, least=(top - self.budget) / self.unit_bytes)
+
+    def _again(self, gap: int) -> list[tuple[int, float]]:
+        """Whether a gap is swapped that needs no copy out."""
+        return [(self.reused[gap], 1.0)] if gap in self.reused else []
+
+    def _copy_time(self, gap: int, alone: int, duplex: int) -> float:
+        """The least time of a gap's copy; it is cut to integers twice where its rate changes on the way.
+
+        No more than ten steps: next to a copy of a million ticks, the solver takes a tick for no time at all, and has
+        said of a program that it has no solution below 13.8 s where a plan takes 0.3 ms.
+        """
+        rates = self.tables.rates
+        nanoseconds = int(rates[t.R_LATENCY]) + int(self.sizes[gap] * min(rates[alone], rates[duplex])) - 1
+        return max(0.0, min(nanoseconds, 10 * self.plain_ns) / self.unit_ns)
+
+    def _next_segment(self, tick: int) -> float:
+        """The least time from a tick kept to the very next one, 0 where that is not kept."""
+        return self._segment(tick + 1) if self.kept[tick] + 1 in self.kept[tick + 1 : tick + 2] else 0.0
 
 
 class Search:

@@ -4,23 +4,29 @@ L. Wang, J. Ye, Y. Zhao, W. Wu, A. Li, S. L. Song, Z. Xu, T. Kraska: "SuperNeuro
 Training Deep Neural Networks", PPoPP 2018.
 
 The action follows from the kind of layer alone. Outputs of convolutions are checkpoints: they go to the host and are
-fetched while the backward pass is at the checkpoint before. Layers between two checkpoints (pooling, activation,
-normalisation) form a segment and are recomputed from the first of the two. Recomputation is cost-aware: where the
-outputs of a segment together take no more than the largest layer does anyway (l_peak), the segment is run once and
-stays (speed-centric); else each output is recomputed alone, again for each use (memory-centric).
+fetched while the backward pass is at the checkpoint before. So are those of full layers and of layers where branches
+meet, additions and concatenations (the paper does not say; `mem_controller_t` of the authors' code does: CONV, FC,
+JOIN_L, FORK_L, CONCAT). Layers between two checkpoints (pooling, activation, normalisation) form a segment and are
+recomputed from the first of the two. Recomputation is cost-aware: where the outputs of a segment together take no more
+than the largest layer does anyway (l_peak), the segment is run once and stays (speed-centric); else each layer is
+recomputed alone, again for each use (memory-centric).
 
 The tensor cache: checkpoints stay in memory as long as they fit, and the least recently used goes first. In a training
 step the order of uses is known: in the forward pass the oldest checkpoint is always the least recently used, and in the
 backward pass nothing has to go that was not needed by then. So the cache is stated here as one number: how many
-checkpoints go, the oldest first; the least number with which the exact peak is within the budget, by bisection.
+checkpoints go, the oldest first; the least number with which the exact peak is within the budget, by bisection. The
+cache makes room for what is needed, not for what is fetched ahead: where there is none, the fetch waits until it is
+needed, and compute for the fetch.
 
-Guarantee: none below its own floor, the peak with an empty cache.
+Guarantee: none below its own floor, the peak with an empty cache and no fetch ahead.
 
-Here: a layer is an op; multiplications of matrices and attention are checkpoints as well as convolutions, all other ops
-are cheap (casts, additions, concatenations are not in the paper). A layer is as large as all it reads and writes. An
-autograd engine does not save every output of a convolution: a saved tensor that cannot be recomputed without running a
-checkpoint again takes that checkpoint's place, and is swapped. What cannot be recomputed at all (dropout) is kept, as
-are copies of weights in another type.
+Here: a layer is an op; multiplications of matrices and attention are checkpoints as well as convolutions, branches meet
+in an op that adds or concatenates two feature maps or more, all other ops are cheap (casts are not in the paper). What
+forks is one storage here, and is a checkpoint where branches meet in it. A layer is as large as all it reads and
+writes. An autograd engine does not save every output of a convolution: a saved tensor that cannot be recomputed without
+running a checkpoint again takes that checkpoint's place, and is swapped. Where a layer makes two tensors (the maxima of
+a pooling and where they were), they are made again together, when the first of them is needed. What cannot be
+recomputed at all (dropout) is kept, as are copies of weights in another type.
 
 Deviations. When the cache is full SuperNeurons copies out on demand; a plan knows beforehand what will go and copies it
 as soon as its layer is done, as vdnn does (the deviations named there hold here). Left out: the pool of preallocated
@@ -47,10 +53,11 @@ from legroom.planners.vdnn import (
     feature_maps,
     gaps_into_backward,
     is_convolution,
+    is_join,
     is_matmul,
     layer_by_layer,
 )
-from legroom.schedule import check_schedule, lower
+from legroom.schedule import Schedule, check_schedule, lower, memory_curve
 from legroom.simulate import simulate
 
 
@@ -60,29 +67,43 @@ class SuperNeurons:
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         evaluator = Evaluator(trace, hardware)
-        checkpoints, segments = _by_layer(trace, evaluator)
-        recomputed = _cost_aware(trace, evaluator, segments)
+        layers = _by_layer(trace, evaluator)
+        checkpoints = layers.checkpoints
+        recomputed = _cost_aware(trace, evaluator, layers)
         ahead = _one_ahead(trace, checkpoints)
+        again = sum(isinstance(decision, Recompute) for decision in recomputed)
 
-        def draft(count: int) -> Plan:
+        def draft(count: int, ahead: dict[int, int]) -> tuple[Plan, Schedule]:
             """With so many checkpoints out of the cache, the least recently used ones."""
             decisions = list(recomputed)
             for gap, swap in layer_by_layer(evaluator.tables, {gap: ahead[gap] for gap in checkpoints[:count]}).items():
                 decisions[gap] = swap
-            again = sum(isinstance(decision, Recompute) for decision in recomputed)
             notes = (f"{len(decisions) - count - again} gaps kept, {count} swapped, {again} recomputed",)
-            return Plan(tuple(decisions), signature(trace), "superneurons", budget_bytes, 0, 0.0, notes)
+            plan = Plan(tuple(decisions), signature(trace), "superneurons", budget_bytes, 0, 0.0, notes)
+            return plan, lower(trace, plan, hardware)
 
-        def peak(count: int) -> int:
-            return check_schedule(trace, lower(trace, draft(count), hardware))
+        def within_budget(count: int) -> tuple[Plan, Schedule] | None:
+            """Fetched ahead as far as there is room; None where that is not enough."""
+            fetches = dict(ahead)
+            while True:
+                plan, schedule = draft(count, fetches)
+                short = [tick for tick, _, peak in memory_curve(trace, schedule) if peak > budget_bytes]
+                early = {
+                    gap for gap in checkpoints[:count] if fetches[gap] and _stands(trace, gap, fetches[gap], short)
+                }
+                if not short or not early:
+                    return None if short else (plan, schedule)
+                fetches |= dict.fromkeys(early, 0)
 
-        floor = peak(len(checkpoints))
+        every = len(checkpoints)
+        least = draft(every, dict.fromkeys(checkpoints, 0))
+        floor = check_schedule(trace, least[1])
         if floor > budget_bytes:
             raise above_budget("superneurons", floor=floor, budget_bytes=budget_bytes)
-        counts = range(len(checkpoints)) if self.cache else ()
-        count = bisect_left(counts, True, key=lambda count: peak(count) <= budget_bytes) if counts else len(checkpoints)
-        plan = draft(count)
-        schedule = lower(trace, plan, hardware)
+        count = (
+            bisect_left(range(every), True, key=lambda count: within_budget(count) is not None) if self.cache else every
+        )
+        plan, schedule = within_budget(count) or least
         return dataclasses.replace(
             plan,
             predicted_peak_bytes=check_schedule(trace, schedule),
@@ -90,37 +111,64 @@ class SuperNeurons:
         )
 
 
-def _is_checkpoint(op: Op) -> bool:
-    return is_convolution(op) or is_matmul(op)
+def _stands(trace: Trace, gap: int, ahead: int, ticks: list[int]) -> bool:
+    """Whether what is fetched so many ticks ahead is back too early at one of these ticks."""
+    end = trace.gaps[gap].end
+    at = bisect_left(ticks, end - ahead)
+    return at < len(ticks) and ticks[at] < end
 
 
-def _by_layer(trace: Trace, evaluator: Evaluator) -> tuple[list[int], dict[int, list[int]]]:
-    """Gaps to swap, the least recently used first; and gaps to recompute, by the checkpoint their segment starts at."""
-    maker = {storage: op for op in reversed(trace.ops) for storage, version in op.writes if version == 0}
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """What the rule says about the gaps of feature maps."""
+
+    checkpoints: tuple[int, ...]  # to swap, the least recently used first
+    segments: tuple[tuple[int, ...], ...]  # to recompute, in the order of the forward pass
+    together: frozenset[int]  # of these, what comes back only along with something else that its layer made
+
+
+def _by_layer(trace: Trace, evaluator: Evaluator) -> _Layers:
     maps = feature_maps(trace)
+    maker = {storage: op.id for op in reversed(trace.ops) for storage, version in op.writes if version == 0}
+    gaps = [gap for gap in gaps_into_backward(trace) if gap.storage in maps and gap.storage in maker]
+    # Of all that a layer made, what is needed first.
+    first = {maker[gap.storage]: gap.id for gap in sorted(gaps, key=lambda gap: -gap.end)}
+    heavy = [op.id for op in trace.ops if op.phase == "forward" and _is_checkpoint(op, maps)]
     checkpoints: list[tuple[int, int]] = []
     segments: dict[int, list[int]] = {}
-    heavy = [op.id for op in trace.ops if op.phase == "forward" and _is_checkpoint(op)]
-    for gap in gaps_into_backward(trace):
-        if gap.storage not in maps or gap.storage not in maker:
-            continue
-        found = lineage(evaluator.tables, gap.id)
-        ops = [maker[gap.storage].id] if found is None else found[0]
-        if any(_is_checkpoint(trace.ops[op]) for op in ops):
+    together: set[int] = set()
+    for gap in gaps:
+        op = maker[gap.storage]
+        if _is_cheap(lineage(evaluator.tables, gap.id), heavy):
+            segments.setdefault(bisect_left(heavy, op), []).append(gap.id)
+        elif first[op] != gap.id and _is_cheap(lineage(evaluator.tables, first[op]), heavy):
+            segments.setdefault(bisect_left(heavy, op), []).append(gap.id)
+            together.add(gap.id)
+        elif op in heavy or lineage(evaluator.tables, gap.id) is not None:
             checkpoints.append((gap.start, gap.id))
-        elif found is not None:
-            segments.setdefault(bisect_left(heavy, maker[gap.storage].id), []).append(gap.id)
-    return [gap for _, gap in sorted(checkpoints)], segments
+    swapped = tuple(gap for _, gap in sorted(checkpoints))
+    return _Layers(swapped, tuple(tuple(inside) for _, inside in sorted(segments.items())), frozenset(together))
 
 
-def _cost_aware(trace: Trace, evaluator: Evaluator, segments: dict[int, list[int]]) -> list[Decision]:
-    """Each segment recomputed once, or output by output where it would be larger than any layer is."""
+def _is_checkpoint(op: Op, maps: frozenset[int]) -> bool:
+    branches = {storage for storage, _ in op.reads if storage in maps}
+    return is_convolution(op) or is_matmul(op) or (is_join(op) and len(branches) > 1)
+
+
+def _is_cheap(found: tuple[list[int], list[int]] | None, heavy: list[int]) -> bool:
+    return found is not None and not set(found[0]) & set(heavy)
+
+
+def _cost_aware(trace: Trace, evaluator: Evaluator, layers: _Layers) -> list[Decision]:
+    """Each segment recomputed once, or layer by layer where it would be larger than any layer is."""
     l_peak = max((_layer_bytes(trace, op) for op in trace.ops if op.phase == "forward"), default=0)
     gaps = trace.gaps
     codes = np.full(evaluator.gaps, KEEP, np.int8)
-    for _, inside in sorted(segments.items()):
-        together = sum(trace.storages[gaps[gap].storage].nbytes for gap in inside)
-        codes = recompute_all(evaluator, codes, inside, SHARED if together <= l_peak else RECOMPUTE)
+    for inside in layers.segments:
+        nbytes = sum(trace.storages[gaps[gap].storage].nbytes for gap in inside)
+        alone = [gap for gap in inside if nbytes > l_peak and gap not in layers.together]
+        codes = recompute_all(evaluator, codes, alone, RECOMPUTE)
+        codes = recompute_all(evaluator, codes, [gap for gap in inside if gap not in alone], SHARED)
     names: dict[int, Decision] = {KEEP: Keep(), RECOMPUTE: Recompute(), SHARED: Recompute(share=True)}
     return [names[code] for code in codes.tolist()]
 
@@ -129,7 +177,7 @@ def _layer_bytes(trace: Trace, op: Op) -> int:
     return op.workspace_bytes + sum(trace.storages[s].nbytes for s in {s for s, _ in op.reads + op.writes})
 
 
-def _one_ahead(trace: Trace, checkpoints: list[int]) -> dict[int, int]:
+def _one_ahead(trace: Trace, checkpoints: tuple[int, ...]) -> dict[int, int]:
     """Each is fetched when the backward pass comes to the checkpoint before, the first one when that pass starts."""
     gaps = trace.gaps
     ends = sorted({gaps[gap].end for gap in checkpoints})

@@ -44,6 +44,7 @@ from legroom.units import format_bytes
 
 _CONVOLUTION = re.compile(r"convolution|conv(_transpose)?[123]d|conv_tbc")
 _MATMUL = re.compile(r"(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|matmul|linear|_scaled_mm|_int_mm)|\w*attention\w*")
+_JOIN = re.compile(r"add_?|cat|concat|stack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,11 @@ def is_convolution(op: Op) -> bool:
 
 def is_matmul(op: Op) -> bool:
     return _MATMUL.fullmatch(_short(op)) is not None
+
+
+def is_join(op: Op) -> bool:
+    """Whether branches can meet in it."""
+    return _JOIN.fullmatch(_short(op)) is not None
 
 
 def _short(op: Op) -> str:
