@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
-from legroom.errors import BudgetError
+from legroom.errors import BudgetError, PlanError, quote
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.ladder import Features, Ladder, covers, rounded_up
-from legroom.plan import Plan, signature
+from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
+from legroom.plan import Plan, check_fits, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
 from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.executor import Program
-from legroom.runtime.inputs import Call, InputWatch, Signature, call_of
+from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.sizes import SizeModel, structure_of, with_numbers
@@ -36,16 +36,22 @@ from legroom.units import format_bytes
 
 MOST_RUNGS = 64  # plans for one structure
 LOOSE = 1.125  # a plan for an input that is larger than that, in any dimension, is worth another one
-MOST_WAYS = 16  # of calling the model; a program with more has no step that repeats
-MOST_COURSES = 4  # op sequences behind one way of calling
+# Of calling the model, and op sequences behind one way of calling. Beyond, what served the fewest steps is forgotten.
+MOST_WAYS, MOST_COURSES = 16, 4
 MOST_SHELTERED = 10  # steps for one op sequence
-MEASURED_STEPS = 2  # of a course, the first ones; from the 64th on every power of two
-# Planned steps are measured again, the 64th and then ever more rarely: counting all tensors takes time.
-FIRST_CHECK = 64
+STEPS_A_LESSON = 64  # once they are spent, one step in so many is recorded while its op sequence is not known
+# Of a course, the first ones are measured, and then ever fewer: to count all tensors and read the allocator's log takes
+# as long as several steps.
+MEASURED_STEPS = 2
+CHECKS = frozenset(4**power for power in range(3, 20))
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
+MOST_DRIFTS = 3  # the same where plans follow the input: two of them may be one change for good
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
+# Of the budget: where a reactive step stayed below, one that is no larger is not held against it. Such steps go one way
+# and then another: with four times as much it is still inside.
+FREE_SHARE = 0.25
 REMEMBERED_STEPS = 4096
 REMEMBERED_SIZES = 512  # at which replays of a plan were proven; beyond, they are proven again
 AT_ONCE = "responsive"  # the planner whose plans are replaced
@@ -67,11 +73,12 @@ class Rung:
 class Course:
     """One op sequence, at all sizes."""
 
+    structure: str
     model: SizeModel
-    responsive: Responsive
     base_bytes: int  # alive before the call beside its inputs, when it was recorded
     low: Features  # the smallest and the largest of each feature that was met
     high: Features
+    responsive: Responsive | None = None  # from the first plan on
     ladder: Ladder[Rung] = field(default_factory=lambda: Ladder(most=MOST_RUNGS))
     asked: set[Features] = field(default_factory=set)  # of the planner, done or not
     planned: int = 0
@@ -111,13 +118,16 @@ class Course:
 class Way:
     """One way in which the model is called, sizes apart."""
 
-    courses: dict[str, Course] = field(default_factory=dict)
+    courses: Shelf[str, Course] = field(default_factory=lambda: Shelf(most=MOST_COURSES))
     course: Course | None = None  # the one that ran last
+    steps: int = 0
     sheltered: int = 0
-    drifts: deque[int] = field(default_factory=lambda: deque(maxlen=DRIFTS))
+    drifts: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_DRIFTS))
     reactive_until: int = 0
     # Sizes that a sheltered step could not bring inside, and what was alive before it.
     refused: list[tuple[Features, int]] = field(default_factory=list)
+    # Sizes at which one was inside, what was alive before it, and its peak.
+    fitted: deque[tuple[Features, int, int]] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))
 
 
 class Following:
@@ -140,7 +150,9 @@ class Following:
         self._priced = priced
         self._hardware = hardware
         self._device = setting.ledger.device
-        self._ways: dict[object, Way] = {}
+        self._ways: Shelf[object, Way] = Shelf(most=MOST_WAYS)
+        self._hits = self._misses = 0  # steps that found their plan, and those that did not
+        self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
         self._steps = 0
         self._may_idle = self._device.has_cap
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
@@ -151,6 +163,7 @@ class Following:
         self._way: Way | None = None
         self._alive_bytes = 0
         self._planning_seconds = 0.0
+        self._instead: dict[int, tuple[Course, Rung]] = {}  # by program, what the step may turn out to be
         self.rung: Rung | None = None  # the last one that ran
         self._rows: deque[FollowedStep] = deque(maxlen=REMEMBERED_STEPS)
 
@@ -159,7 +172,8 @@ class Following:
         self._planning_seconds = 0.0
         while self._arrived:
             course, version, edge, rung = self._arrived.popleft()
-            if version == course.version:
+            # Steps that were measured meanwhile may have shown that it takes more.
+            if version == course.version and self._now(course, edge, rung) <= self._budget_bytes:
                 course.improve(edge, rung)
         return CalledStep(self._setting, watch, self._decide)
 
@@ -176,72 +190,133 @@ class Following:
     def _decide(self, signature_: Signature, others: bool) -> Decided:
         began = time.perf_counter()
         try:
-            return self._chosen(call_of(signature_, self._setting.device_type), others)
+            hits = self._hits
+            decided = self._chosen(call_of(signature_, self._setting.device_type), others)
+            self._misses += self._hits == hits
+            return decided
         finally:
             self._planning_seconds = time.perf_counter() - began
 
-    def _chosen(self, call: Call | None, others: bool) -> Decided:
+    def _chosen(self, call: Call, others: bool) -> Decided:
         fallbacks = self._setting.fallbacks
-        if call is None or others or not call.features:
-            why = "another dispatch mode is on" if others else "inputs that cannot be compared"
-            fallbacks[f"{why}: the step ran under the reactive policy"] += 1
-            return ReactiveStep(self._setting)
-        way = self._ways.get(call.kind)
-        if way is None:
-            if len(self._ways) >= MOST_WAYS:
-                fallbacks["the model is called in too many ways: the step ran under the reactive policy"] += 1
-                return ReactiveStep(self._setting)
-            way = self._ways[call.kind] = Way()
+        fallbacks.update(remarks(call))
+        way = self._way_of(call)
+        way.steps += 1
         self._call, self._way = call, way
         self._alive_bytes = self._setting.alive_bytes()
-        for features, alive in way.refused:
-            if covers(call.features, features) and self._alive_bytes >= alive:
-                raise too_large(call.features, 0, self._budget_bytes)
+        if others or not call.features:
+            why = "another dispatch mode is on" if others else "no tensor among the inputs"
+            fallbacks[f"{why}: the step ran under the reactive policy"] += 1
+            return self._reactive(call, way)
         course = way.course
         if self._steps < way.reactive_until:
-            return ReactiveStep(self._setting)
+            return self._reactive(call, way)
         if course is None or not course.model.knows(call.features):
             if course is None or course.model.wants_more():
-                return self._unknown(way)
+                return self._unknown(call, way)
             fallbacks["sizes that cannot be told from the input: the step ran under the reactive policy"] += 1
-            return ReactiveStep(self._setting)
+            return self._reactive(call, way)
         more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
-        return self._planned(way, course, call.features, more)
+        return self._planned(call, way, course, more)
 
-    def _unknown(self, way: Way) -> Decided:
-        if way.sheltered < MOST_SHELTERED * max(1, len(way.courses)) and profiler_is_free():
+    def _way_of(self, call: Call) -> Way:
+        way = self._ways.get(call.kind)
+        if way is None:
+            way = Way()
+            gone = self._ways.add(call.kind, way)
+            if gone is not None:
+                self._setting.fallbacks["called in too many ways: what was learned of one was forgotten"] += 1
+                self._evicted += 1 + sum(1 + course.ladder.evicted for course in gone.courses)
+        return way
+
+    def _check_not_refused(self, call: Call, way: Way) -> None:
+        """Before a step without a plan: one that was no larger may have been tried, and did not fit."""
+        for features, alive in way.refused if call.tells_all else ():
+            if covers(call.features, features) and self._alive_bytes >= alive:
+                raise too_large(call.features, 0, self._budget_bytes)
+
+    def _reactive(self, call: Call, way: Way) -> Decided:
+        """Nothing watches over such a step where there is no cap: it is held against the budget, which takes a count of
+        all tensors and a copy of all that it writes, unless one that was no smaller left much of the budget free."""
+        self._check_not_refused(call, way)
+        most = self._budget_bytes * FREE_SHARE
+        roomy = call.tells_all and any(
+            covers(features, call.features) and peak + max(0, self._alive_bytes - alive) <= most
+            for features, alive, peak in way.fitted
+        )
+        return ShelteredStep(self._setting, proving=False, trusting=False, recording=False, refusable=not roomy)
+
+    def _unknown(self, call: Call, way: Way) -> Decided:
+        self._check_not_refused(call, way)
+        most = MOST_SHELTERED * max(1, len(way.courses))
+        if way.course is None:
+            most += way.steps // STEPS_A_LESSON
+        if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
             return ShelteredStep(self._setting, proving=True, trusting=True)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
-        return ReactiveStep(self._setting)
+        return self._reactive(call, way)
 
-    def _planned(self, way: Way, course: Course, features: Features, more_bytes: int) -> Decided:
+    def _planned(self, call: Call, way: Way, course: Course, more_bytes: int) -> Decided:
+        features = call.features
         found = course.ladder.find(features)
         if found is not None and self._peak(course, features, *found) + more_bytes <= self._budget_bytes:
             edge, rung = found
+            self._hits += 1
         else:
             made = self._made_at_once(course, features, more_bytes)
             if made is None:
-                return self._unknown(way)
+                return self._unknown(call, way)
             edge, rung = features, made
             course.put(features, rung)
+        self._ways.served(call.kind)
+        way.courses.served(course.structure)
         self._ask_for_better(course, features, edge, rung)
         self.rung = rung
-        if rung.program.idle and self._may_idle and rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY:
+        roomy = rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY
+        if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
         # Ops were proven at other sizes: at this one, replays are used once they have been seen to give the same bits.
         new = frozenset(() if features in course.recorded else rung.program.replayed_storages)
         new -= rung.proven.get(features, frozenset())
         checks = new or rung.program.one_replayed(course.planned)
-        measure = course.planned < MEASURED_STEPS or (course.planned >= FIRST_CHECK and course.planned.bit_count() == 1)
-        return PlannedStep(self._setting, rung.program, checks=checks, wait=bool(new), measure=measure)
+        measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
+
+        instead: dict[int, tuple[Course, Rung]] = {}
+        self._instead = instead  # its own: the graph of a step before may be gone through in this one
+
+        def others() -> list[Program]:
+            instead.update(self._others(call, way, course))
+            return [other.program for _, other in instead.values()]
+
+        return PlannedStep(self._setting, rung.program, checks=checks, wait=bool(new), measure=measure, others=others)
+
+    def _others(self, call: Call, way: Way, course: Course) -> dict[int, tuple[Course, Rung]]:
+        """Plans of other op sequences for the step that runs: asked for when it is not the one that was expected."""
+        known: dict[int, tuple[Course, Rung]] = {}
+        for other in way.courses:
+            if other is course or not other.model.knows(call.features):
+                continue
+            more = max(0, self._alive_bytes - call.input_bytes - other.base_bytes)
+            found = other.ladder.find(call.features)
+            if found is not None and self._peak(other, call.features, *found) + more <= self._budget_bytes:
+                known[id(found[1].program)] = other, found[1]
+                continue
+            try:
+                made = self._made_at_once(other, call.features, more)
+            except BudgetError:
+                continue
+            if made is not None:
+                other.put(call.features, made)
+                known[id(made.program)] = other, made
+        return known
 
     def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
         numbers = course.model.predict(features)
         reserve = course.model.reserve_bytes()
         # Near the floor a plan without anything in reserve is better than none.
         for target in (self._usable_bytes() - reserve - more_bytes, self._budget_bytes - more_bytes):
-            decisions = course.responsive.decide(numbers, target)
+            decisions = self._responsive(course).decide(numbers, target)
             if decisions is not None:
                 trace = with_numbers(course.model.template, numbers)
                 plan = Plan(decisions, signature(trace), AT_ONCE, target, 0, 0.0, ())
@@ -260,9 +335,13 @@ class Following:
         if peak is None:
             if len(course.peaks) >= REMEMBERED_STEPS:
                 course.peaks.clear()
-            peak = course.responsive.peak_bytes(course.model.predict(features), rung.plan.decisions)
-            peak = course.peaks[edge, features] = peak + course.model.reserve_bytes()
+            peak = course.peaks[edge, features] = self._now(course, features, rung)
         return peak
+
+    def _now(self, course: Course, features: Features, rung: Rung) -> int:
+        """The peak at this input with what is known by now."""
+        peak = self._responsive(course).peak_bytes(course.model.predict(features), rung.plan.decisions)
+        return peak + course.model.reserve_bytes()
 
     def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int) -> Rung:
         schedule = lower(trace, plan, self._hardware())
@@ -290,10 +369,13 @@ class Following:
             for size, numbers in at:
                 trace = with_numbers(template, numbers)
                 try:
-                    plan = self._planner(trace, self._hardware(), target)
+                    plan = checked(trace, self._planner(trace, self._hardware(), target))
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
-                self._arrived.append((course, version, size, self._laid_out(trace, plan, reserve)))
+                rung = self._laid_out(trace, plan, reserve)
+                if rung.peak_bytes > self._budget_bytes - reserve:
+                    raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
+                self._arrived.append((course, version, size, rung))
                 return
 
         self._submit(improve)
@@ -312,46 +394,47 @@ class Following:
 
     def learn(self, call: Call, trace: Trace, alive_bytes: int, peak_bytes: int) -> None:
         """From a recorded step that began with this call. alive_bytes: before it. peak_bytes: measured."""
-        way = self._ways.setdefault(call.kind, Way())
+        way = self._way_of(call)
         structure = structure_of(trace)
         course = way.courses.get(structure)
         base = alive_bytes - call.input_bytes
         if course is None:
-            if len(way.courses) >= MOST_COURSES:
-                way.courses.pop(next(iter(way.courses)))
             model = SizeModel(granularity_bytes=self._device.rounded(1))
             model.add(call.features, trace)
-            course = Course(model, self._responsive(model.template), base, call.features, call.features)
-            way.courses[structure] = course
+            course = Course(structure, model, base, call.features, call.features)
+            gone = way.courses.add(structure, course)
+            if gone is not None:
+                self._setting.fallbacks["too many op sequences: what was learned of one was forgotten"] += 1
+                self._evicted += 1 + gone.ladder.evicted
         else:
             before = course.model.template
             course.model.add(call.features, trace)
             course.base_bytes = max(course.base_bytes, base)
             course.met(call.features)
             if course.model.template != before:
-                course.responsive = self._responsive(course.model.template)
+                course.responsive = None
             course.forget_plans()
         # Where backward runs after the step, the trace does not show that what was saved could be away.
         course.refuses = course.refuses and floor_bytes(trace) <= peak_bytes * CERTAIN
         course.recorded.add(call.features)
         course.ran.append(call.features)
-        self._make_thorough(course)
         way.course = course
 
-    def _responsive(self, template: Trace) -> Responsive:
-        return Responsive(template, self._hardware(), thorough=False)
+    def _responsive(self, course: Course) -> Responsive:
+        """Made for the first plan: the steps before it teach one after the other, and each would take it back."""
+        if course.responsive is None:
+            template, hardware = course.model.template, self._hardware()
+            first = course.responsive = Responsive(template, hardware, thorough=False)
 
-    def _make_thorough(self, course: Course) -> None:
-        """Small budgets need a better way down, which takes a second or two to find."""
-        version, template, hardware = course.version, course.model.template, self._hardware()
+            def make() -> None:
+                """Small budgets need a better way down, which takes a second or two to find."""
+                if course.responsive is first:
+                    better = Responsive(template, hardware)
+                    if course.responsive is first:
+                        course.responsive = better
 
-        def make() -> None:
-            if version == course.version:
-                better = Responsive(template, hardware)
-                if version == course.version:
-                    course.responsive = better
-
-        self._submit(make)
+            self._submit(make)
+        return course.responsive
 
     def ended(self, run: CalledStep, seconds: float) -> None:
         self._steps += 1
@@ -359,19 +442,33 @@ class Following:
         measured = inner.curve.measured_peak_bytes if inner is not None and inner.curve is not None else 0
         if call is None or way is None or inner is None:
             return
-        row = FollowedStep(call.features, _NAMES[type(inner)], seconds, self._planning_seconds, measured, 0)
+        row = FollowedStep(call.features, _name(inner), seconds, self._planning_seconds, measured, 0)
         if self.rung is not None and isinstance(inner, PlannedStep | LeftAlone):
             row = replace(row, planner=self.rung.plan.planner, plan_peak_bytes=self.rung.peak_bytes)
         self._rows.append(row)
+        if isinstance(inner, ShelteredStep) and 0 < measured <= self._budget_bytes:
+            way.fitted.append((call.features, self._alive_bytes, measured))
         course = way.course
         if course is None or not isinstance(inner, PlannedStep):
             return
         if inner.drifted:
-            way.course = None  # another op sequence, or sizes that were not foreseen: look again
+            if measured > self._budget_bytes:
+                self._setting.fallbacks["a step that left its plan took more than the budget"] += 1
+            # Another op sequence, or sizes that were not foreseen. Once may be an odd step among others; twice in a row
+            # it has to be looked at again.
+            if way.drifts and way.drifts[-1] == self._steps - 1:
+                way.course = None
             way.drifts.append(self._steps)
-            if len(way.drifts) == DRIFTS and way.drifts[-1] - way.drifts[0] <= DRIFT_WINDOW_STEPS:
+            if len(way.drifts) == MOST_DRIFTS and way.drifts[-1] - way.drifts[0] <= DRIFT_WINDOW_STEPS:
                 way.reactive_until = self._steps + REACTIVE_STEPS
                 self._setting.fallbacks["the step keeps changing: under the reactive policy for a while"] += 1
+            return
+        if inner.executor.switched:
+            way.course, self.rung = self._instead[id(inner.executor.program)]
+            way.course.met(call.features)
+            way.course.ran.append(call.features)
+            way.courses.served(way.course.structure)
+            self._rows[-1] = replace(row, planner=self.rung.plan.planner, plan_peak_bytes=self.rung.peak_bytes)
             return
         course.planned += 1
         course.met(call.features)
@@ -385,16 +482,25 @@ class Following:
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))
             predicted = np.array([peak for *_, peak in memory_curve(trace, schedule)], np.int64)
             seen = np.array([segment.measured_peak_bytes for segment in inner.curve.segments[1:]], np.int64)
-            course.model.heard(call.features, seen - predicted)
+            self._more_than_foretold(course, course.model.heard(call.features, seen - predicted))
             self._rows[-1] = replace(row, predicted_bytes=int(predicted.max(initial=trace.head_peak_bytes)))
             if measured > self._budget_bytes:
                 self._setting.fallbacks["a planned step took more than the budget: planned again"] += 1
                 self.forget_plans()
 
-    def refused(self) -> None:
+    def _more_than_foretold(self, course: Course, rise_bytes: int) -> None:
+        """Plans that the rise takes over the budget are made again."""
+        if rise_bytes:
+            course.peaks.clear()
+            for edge, rung in course.ladder:
+                if rung.peak_bytes + rise_bytes > self._budget_bytes:
+                    course.ladder.remove(edge)
+                    course.asked.discard(edge)
+
+    def refused(self, run: ShelteredStep) -> None:
         """The sheltered step that just ended did not fit, and was taken back."""
         if self._way is not None and self._call is not None:
-            self._way.sheltered -= 1
+            self._way.sheltered -= run.recording
             refused = self._call.features, self._alive_bytes
             self._way.refused = [*self._way.refused, refused][-MOST_COURSES:]
 
@@ -405,8 +511,8 @@ class Following:
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        for way in self._ways.values():
-            for course in way.courses.values():
+        for way in self._ways:
+            for course in way.courses:
                 course.forget_plans()
 
     def forget(self) -> None:
@@ -417,14 +523,14 @@ class Following:
     # report
 
     def report(self) -> Followed:
-        courses = [course for way in self._ways.values() for course in way.courses.values()]
+        courses = [course for way in self._ways for course in way.courses]
         planning = sorted(row.planning_seconds for row in self._rows if row.course == "planned")
         return Followed(
             steps=tuple(self._rows),
             structures=len(courses),
-            hits=sum(course.ladder.hits for course in courses),
-            misses=sum(course.ladder.misses for course in courses),
-            evicted=sum(course.ladder.evicted for course in courses),
+            hits=self._hits,
+            misses=self._misses,
+            evicted=self._evicted + sum(course.ladder.evicted for course in courses),
             plans=sum(len(course.ladder) for course in courses),
             residual=max((course.model.residual() for course in courses), default=0.0),
             reserve_bytes=max((course.model.reserve_bytes() for course in courses), default=0),
@@ -444,9 +550,30 @@ def too_large(features: Features, floor: int, budget: int) -> BudgetError:
     )
 
 
-_NAMES: dict[type[Decided], str] = {
-    PlannedStep: "planned",
-    ShelteredStep: "sheltered",
-    ReactiveStep: "reactive",
-    LeftAlone: "left alone",
-}
+def checked(trace: Trace, plan: object) -> Plan:
+    """What a planner gave, if it is a plan for this trace."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
+    check_fits(trace, plan)
+    return plan
+
+
+def over_target(planner: str, features: Features, peak: int, budget: int) -> BudgetError:
+    sizes = ", ".join(map(str, features))
+    return BudgetError(
+        f"the plan of {planner!r} for an input of sizes ({sizes}) needs {format_bytes(peak)}, the budget is "
+        f"{format_bytes(budget)}: not used",
+        budget_bytes=budget,
+    )
+
+
+def _name(inner: Decided) -> str:
+    match inner:
+        case PlannedStep():
+            return "planned"
+        case ShelteredStep():
+            return "sheltered" if inner.recording else "reactive"
+        case ReactiveStep():
+            return "reactive"
+        case LeftAlone():
+            return "left alone"

@@ -1,15 +1,16 @@
 """Plans by the size of the input: each serves every input that is nowhere larger than the one it was made for.
 
 A step in which no tensor is larger than planned for takes no more memory than planned for, so that a plan is found by
-looking it up, and nothing has to be computed while the step waits.
+looking it up, and nothing has to be computed while the step waits. Ladders, one for each op sequence, lie on a shelf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Features = tuple[int, ...]
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -55,6 +56,47 @@ class Ladder(Generic[T]):
 
     def clear(self) -> None:
         self._rungs.clear()
+
+
+class Shelf(Generic[K, T]):
+    """A bounded set of what was learned. What served the fewest steps goes first, of those alike what was put there
+    first: among many that come once the newest has a chance to come back, and what comes back stays. Each time that
+    something goes, what the others have served counts half: what served much long ago goes at last."""
+
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        self._things: dict[K, T] = {}
+        self._served: dict[K, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._things.values()))
+
+    def get(self, key: K) -> T | None:
+        return self._things.get(key)
+
+    def served(self, key: K) -> None:
+        """It spared a step from being run as one that is not known."""
+        if key in self._served:
+            self._served[key] += 1
+
+    def add(self, key: K, what: T) -> T | None:
+        """What had to go for it."""
+        gone = None
+        if key not in self._things and len(self._things) >= self._most:
+            least = min(self._served, key=self._served.__getitem__)
+            gone = self._things.pop(least)
+            del self._served[least]
+            self._served = {other: served / 2 for other, served in self._served.items()}
+        self._things[key] = what
+        self._served.setdefault(key, 0.0)
+        return gone
+
+    def clear(self) -> None:
+        self._things.clear()
+        self._served.clear()
 
 
 def covers(edge: Features, features: Features) -> bool:

@@ -29,7 +29,7 @@ from legroom.assembling import assemble, correct
 from legroom.brim import Brim
 from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
 from legroom.evaluate import floor_bytes
-from legroom.following import DRIFT_WINDOW_STEPS, DRIFTS, FIRST_CHECK, REACTIVE_STEPS, ROOMY, Following
+from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following
 from legroom.hardware import Hardware
 from legroom.hostfit import host_factor, with_host
 from legroom.ir import Trace
@@ -44,7 +44,7 @@ from legroom.runtime.called import CalledStep, LeftAlone
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Program
-from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, can_be_watched
+from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, can_be_watched, remarks
 from legroom.runtime.pace import Pace
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import IdleStep, PlannedStep, Setting, ShelteredStep
@@ -257,10 +257,10 @@ class Room:
             return self._begin()
         checks = self._program.one_replayed(self._planned)
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
-        measure = calibrating or (self._planned >= FIRST_CHECK and self._planned.bit_count() == 1)
+        measure = calibrating or self._planned in CHECKS
         if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
-            known = self._same_inputs and self._inputs and not self._watch.elsewhere
+            known = self._same_inputs and self._inputs and not (self._watch.elsewhere or self._watch.some_free)
             idle = roomy and known and self._may_idle and not (measure or foreign or self._drifts)
             if idle:
                 return IdleStep(self._setting, self._program, self._watch, self._inputs)
@@ -302,15 +302,15 @@ class Room:
                 self._after_called(run, seconds)
 
     def _learn(self, run: ShelteredStep) -> None:
-        if run.curve is None or run.recorder is None or run.census is None:
-            return
-        if run.needed_bytes() > self.budget_bytes:
+        if run.curve is not None and run.refusable and run.needed_bytes() > self.budget_bytes:
             error = over_budget(self.budget_bytes, run, self._sizes())
             run.undo.restore()
             if self._following is not None:
-                self._following.refused()
+                self._following.refused(run)
             raise error
         run.undo.forget()
+        if run.curve is None or run.recorder is None or run.census is None:
+            return
         early = self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until
         if early and self._following is None:
             return
@@ -335,9 +335,12 @@ class Room:
             return
         if not self._alike(watch):
             watch.under_hooks = True  # sizes of later calls are not known at the first
+            self._setting.fallbacks["the model is called with several inputs in a step: plans do not follow them"] += 1
             return
         before, self._call = self._call, call_of(watch.calls[0], self._setting.device_type)
-        if before is None or self._call is None or self._given is not None or self._following is not None:
+        if not self._call.features:
+            self._setting.fallbacks.update(remarks(self._call))
+        if before is None or self._given is not None or self._following is not None:
             return
         if before.kind == self._call.kind and before.features != self._call.features:
             self._following = Following(
@@ -359,12 +362,14 @@ class Room:
         following.ended(run, seconds)
         if inner is None or self._watch.elsewhere or self._watch.under_hooks or not self._alike(self._watch):
             self._setting.fallbacks["the step does not follow from the first call of the model: not followed"] += 1
+            if isinstance(inner, ShelteredStep):
+                inner.undo.forget()
             self._stop_following()
             return
         self._call = call_of(self._watch.calls[0], self._setting.device_type)
         match inner:
             case ShelteredStep():
-                self._sheltered += 1
+                self._sheltered += inner.recording
                 self._recorded = None
                 self._learn(inner)
             case PlannedStep():
@@ -388,8 +393,7 @@ class Room:
         """Of the inputs of this step, where they vary."""
         if self._following is None or self._watch is None or not self._watch.calls:
             return ()
-        call = call_of(self._watch.calls[0], self._setting.device_type)
-        return call.features if call is not None else ()
+        return call_of(self._watch.calls[0], self._setting.device_type).features
 
     def _alike(self, watch: InputWatch) -> bool:
         """Whether all calls of the model were the same, sizes included."""
@@ -466,7 +470,9 @@ class Room:
     def _ran_out(self, run: AnyStep, error: torch.OutOfMemoryError) -> None:
         """The device ran out of memory inside a step. A sheltered one cannot take less; a plan can."""
         if isinstance(run, CalledStep):
-            if isinstance(run.inner, ShelteredStep):
+            if isinstance(run.inner, ShelteredStep) and run.inner.refusable:
+                if self._following is not None:
+                    self._following.refused(run.inner)
                 self._ran_out(run.inner, error)
             if self._brim is not None:
                 self._brim.after_failure()

@@ -28,6 +28,7 @@ LARGEST_FEATURE = 2**40
 MOST_SAMPLES = 9  # sheltered steps that are asked for
 LAST_RESIDUAL = 0.05  # of the peak, as MOST_RESIDUAL, once that many have come
 MOST_KEPT = 32  # of those that came unasked
+MOST_HEARD = 8  # sizes whose last measured step counts
 ROUNDINGS = 4  # sizes that come and go between two ticks, each rounded by the allocator
 
 
@@ -130,6 +131,7 @@ class SizeModel:
         self._structure = ""
         self._template: Trace | None = None
         self._correction = np.zeros(0, dtype=np.int64)
+        self._heard: dict[Features, Ints] = {}  # by size, how far its peaks lay above what was learned
         self._models: tuple[Model, Parts] | None = None
 
     @property
@@ -209,18 +211,26 @@ class SizeModel:
         """The largest error of a predicted peak, as a share of the step's; 1.0 as long as there is nothing to tell."""
         return max(min(1.0, model.residual) for model in self._trusted()) if self.samples > 1 else 1.0
 
-    def heard(self, features: Features, peak_off: Ints) -> None:
-        """Take over what a planned step measured: per tick its peak less the predicted one.
+    def heard(self, features: Features, peak_off: Ints) -> int:
+        """Take over what a planned step measured: per tick its peak less the predicted one. By how much predictions
+        rise for it, at the tick where they do most.
 
         Added to all later predictions where it is above zero: what runs without the recorder allocates a little more
-        at some places, whatever the size.
+        at some places, whatever the size. What a size needed counts until that size, or MOST_HEARD others, are measured
+        again: something that happened once must not take room for ever.
         """
         self._check(features)
         if peak_off.shape != self._correction.shape:
             raise ValueError(
                 f"expected {len(self._correction)} ticks, got {peak_off.shape}; compare steps of this structure"
             )
-        self._correction = self._correction + np.maximum(peak_off, 0)
+        before = self._correction
+        self._heard.pop(features, None)
+        self._heard[features] = np.maximum(peak_off + before, 0)
+        if len(self._heard) > MOST_HEARD:
+            del self._heard[next(iter(self._heard))]
+        self._correction = np.maximum.reduce(list(self._heard.values()))
+        return int((self._correction - before).max(initial=0))
 
     def _check(self, features: Features) -> None:
         for value in features:

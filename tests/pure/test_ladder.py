@@ -1,11 +1,11 @@
-"""Plans by size: what is found, and what goes when there are too many."""
+"""Plans by size, and what was learned of op sequences: what is found, and what goes when there is too much."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.ladder import Ladder, covers, rounded_up
+from legroom.ladder import Ladder, Shelf, covers, rounded_up
 
 SIZES = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12, unique=True)
 
@@ -55,3 +55,37 @@ def test_sizes_are_rounded_up_by_an_eighth_at_most(size: int) -> None:
     up = rounded_up(size)
     assert size <= up <= size * 1.125
     assert rounded_up(up) == up
+
+
+def test_what_served_most_stays_among_many_that_come_once() -> None:
+    shelf = Shelf[int, str](most=3)
+    assert shelf.add(0, "often") is None
+    for number in range(1, 40):
+        for _ in range(2):
+            shelf.served(0)
+        gone = shelf.add(number, f"once, {number}")
+        assert gone == (f"once, {number - 2}" if number > 2 else None)
+    assert list(shelf) == ["often", "once, 38", "once, 39"]
+    assert len(shelf) == 3 and shelf.get(0) == "often" and shelf.get(5) is None
+
+
+def test_what_served_long_ago_goes_at_last() -> None:
+    shelf = Shelf[str, str](most=2)
+    shelf.add("old", "old")
+    for _ in range(1000):
+        shelf.served("old")
+    gone = []
+    for number in range(1, 30):
+        gone.append(shelf.add(f"{number}", f"{number}"))
+        shelf.served(f"{number}")
+    assert gone.index("old") == 11  # 1000 is halved ten times, then it is below one
+    shelf.clear()
+    shelf.served("29")
+    assert len(shelf) == 0 and shelf.add("x", "x") is None
+
+
+def test_something_learned_anew_takes_its_own_place() -> None:
+    shelf = Shelf[str, int](most=1)
+    assert shelf.add("a", 1) is None
+    assert shelf.add("a", 2) is None
+    assert list(shelf) == [2]

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from legroom.ir import Op, Storage, Tick, Trace, validate
-from legroom.sizes import Features, Numbers, SizeModel, numbers_of, structure_of, with_numbers
+from legroom.sizes import MOST_HEARD, Features, Numbers, SizeModel, numbers_of, structure_of, with_numbers
 from tests.pure.strategies import traces
 
 Size = Callable[..., int]  # of the moving dimensions
@@ -386,14 +386,35 @@ def test_what_a_planned_step_measured_is_added_where_it_is_more() -> None:
     model = taught([(n,) for n in LENGTHS], BERT)
     before = model.predict((80,)), model.predict((52,))
     off = np.array([500, -300, 0, 7, 0, 0, 0, 0])
-    model.heard((80,), off)
-    model.heard((90,), np.minimum(off, 1))
+    assert model.heard((80,), off) == 500
+    assert model.heard((90,), np.minimum(off, 1)) == 1
     for old, features in zip(before, ((80,), (52,)), strict=True):
         new = model.predict(features)
         assert (new.peak_bytes - old.peak_bytes).tolist() == [501, 0, 0, 8, 0, 0, 0, 0]
         assert np.array_equal(new.level_bytes, old.level_bytes)
     with pytest.raises(ValueError, match="expected 8 ticks"):
         model.heard((80,), np.zeros(7, dtype=np.int64))
+
+
+def test_what_was_measured_once_does_not_count_for_ever() -> None:
+    model = taught([(n,) for n in LENGTHS], BERT)
+    plain = model.predict((52,)).peak_bytes
+
+    def extra() -> list[int]:
+        return (model.predict((52,)).peak_bytes - plain).tolist()
+
+    once, nothing = np.array([900, 0, 0, 40, 0, 0, 0, 0]), np.zeros(8, dtype=np.int64)
+    model.heard((80,), once)
+    model.heard((90,), nothing - once)  # at this size it was not needed; at the other it may be
+    assert extra() == once.tolist()
+    assert model.heard((80,), np.array([-600, 0, 0, -40, 5, 0, 0, 0])) == 5  # measured there again: less, but for one
+    assert extra() == [300, 0, 0, 0, 5, 0, 0, 0]
+    for size in range(MOST_HEARD - 2):
+        model.heard((size + 1,), -np.array(extra()))
+    assert extra() == [300, 0, 0, 0, 5, 0, 0, 0]
+    for size in range(MOST_HEARD - 2, MOST_HEARD):
+        assert model.heard((size + 1,), -np.array(extra())) == 0
+    assert extra() == [0] * 8
 
 
 def test_the_template_has_the_most_gaps_and_all_that_cannot_be_done() -> None:

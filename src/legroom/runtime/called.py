@@ -19,6 +19,7 @@ from legroom.runtime.census import Census
 from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.modes import Interception
 from legroom.runtime.shelter import Shelter
+from legroom.runtime.stacks import CALLS, OPS
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 
 
@@ -33,7 +34,7 @@ class ReactiveStep:
         self._setting = setting
         self._stack = contextlib.ExitStack()
 
-    def begin(self) -> None:
+    def begin(self, depths: tuple[int, int] | None = None) -> None:
         self._setting.ledger.generation += 1
         pack, unpack = self.shelter.pack, self.shelter.unpack
         self._stack.enter_context(Interception(pack, unpack, mode=None, entered=_nothing, left=_nothing))
@@ -48,7 +49,7 @@ class LeftAlone:
     curve: Curve | None = None
     census: Census | None = None
 
-    def begin(self) -> None:
+    def begin(self, depths: tuple[int, int] | None = None) -> None:
         pass
 
     def end(self, *, failed: bool) -> None:
@@ -73,6 +74,7 @@ class CalledStep:
         return self.inner.curve if self.inner is not None else None
 
     def begin(self) -> None:
+        self._depths = OPS.depth(), CALLS.depth()
         self._watch.on_call = self._called
         self._early = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._early.__enter__()
@@ -98,7 +100,7 @@ class CalledStep:
         inner = self._decide(signature, bool(_get_current_dispatch_mode_stack()))
         self._take_out()
         self.inner = inner
-        inner.begin()
+        inner.begin(self._depths)
 
     # until the model is called
 

@@ -21,8 +21,17 @@ _expired = torch.UntypedStorage._expired
 class Census:
     """One count of all tensors, taken at the start of a step."""
 
-    def __init__(self, device: Device, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        gc.collect()  # garbage still counted now would be freed at a moment nobody can predict
+    def __init__(
+        self,
+        device: Device,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        thorough: bool,
+    ) -> None:
+        """thorough: look for garbage among objects that have been there for long, too."""
+        # Garbage still counted now would be freed at a moment nobody can predict.
+        gc.collect(2 if thorough else 1)
         self.kinds: dict[int, Kind] = {}
         self.names: dict[int, str] = {}
         self.refs: dict[int, StorageWeakRef] = {}

@@ -19,7 +19,7 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import TICK, mark
 from legroom.errors import StepError
-from legroom.ir import Trace
+from legroom.ir import Storage, Trace
 from legroom.runtime.calls import Calls, Gate, Learner, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
@@ -30,6 +30,7 @@ from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_e
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
+_SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 _MOST_OPS = 10**9  # of a step
 MOST_LESSONS = 4  # steps that could not be learned from
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -44,6 +45,11 @@ class Ticks(NamedTuple):
     # else gets one, kept by the plan or not: if the step drifts it must be able to go.
     expected: list[tuple[bool, int, int, bool]]
     last_drop: dict[int, int]  # by storage
+
+
+def _may_have_to_go(storage: Storage) -> bool:
+    """What is read again at once has no gap, but stays for longer where the step goes another way than planned."""
+    return bool(storage.gaps) or (storage.kind == "activation" and storage.nbytes >= _SMALL_BYTES)
 
 
 def _also(instruction: Instruction) -> tuple[int, ...]:
@@ -114,7 +120,7 @@ class Program:
             # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
             at=[*at, (Drop(-1, -1),)],
             expected=[
-                (trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, not storage.gaps)
+                (trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, not _may_have_to_go(storage))
                 for tick, storage in zip(hooked, storages, strict=True)
             ],
             last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
@@ -157,7 +163,9 @@ class Executor:
         wait: bool,
         measured: bool,
         fallbacks: Counter[str],
+        others: Callable[[], Sequence[Program]],
     ) -> None:
+        """others: what to follow where the step turns out to be another one that is known."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -179,6 +187,9 @@ class Executor:
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
         self.reactive: Shelter | None = None
+        self.switched = False  # to the plan for another step
+        self._others_known = others
+        self._others: list[Program] | None = None
         self._excess_bytes = 0
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
@@ -188,7 +199,7 @@ class Executor:
         self._nodes = self.lineage.nodes
         self._storages = len(program.trace.storages)
         self._calls: Gate | Learner | None = None
-        self._others = 0  # ops that were not those of the trace, where calls are learned
+        self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
         self._stop = _MOST_OPS
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
@@ -200,7 +211,7 @@ class Executor:
         self._at, self._expected, self._last_drop = ticks
         self._last = len(ticks.expected)
 
-    def interception(self) -> Interception:
+    def interception(self, depths: tuple[int, int] | None) -> Interception:
         """Hooks, modes and the engine's stand-in for this step."""
         mode = OpMode(self.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
@@ -214,7 +225,7 @@ class Executor:
             self._follow(self.program.few_ticks)
             self._calls.hooks = pack, unpack
         began, ended = self.backward_begins, self.backward_ended
-        return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended)
+        return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended, depths=depths)
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
         """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
@@ -294,7 +305,7 @@ class Executor:
     def _odd_pack(self, tick: int, tensor: torch.Tensor) -> Handle | Kept:
         if saved_elsewhere(tensor) or tensor.device.type != self.device_type:
             return Kept(tensor, -1, self.generation)
-        if self.reactive is None:
+        while self.reactive is None:
             is_pack, number, nbytes, plain = self._expected[tick]
             storage = tensor.untyped_storage()
             size = storage.nbytes()
@@ -308,7 +319,8 @@ class Executor:
                     self.entries[number] = entry
                     self.lineage.saved(entry, tensor)
                     return self.ledger.handle(entry, tensor)
-            self.drift("a tensor of another size was saved")
+            if not self._switch(tick):
+                self.drift("a tensor of another size was saved")
         assert self.reactive is not None
         return self.reactive.pack_at(tick, tensor)
 
@@ -353,9 +365,13 @@ class Executor:
             return view.over(entry.base)
 
     def _check_way(self, tick: int, owner: Entry | Kept) -> None:
-        is_pack, number, _, _ = self._expected[tick]
-        if is_pack or (owner.number != number and owner.number != -1 and owner.generation == self.generation):
-            self.drift("backward went another way")
+        while True:
+            is_pack, number, _, _ = self._expected[tick]
+            if not is_pack and (owner.number in (number, -1) or owner.generation != self.generation):
+                return
+            if not self._switch(tick):
+                self.drift("backward went another way")
+                return
 
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
@@ -364,18 +380,20 @@ class Executor:
         self._learn_calls()
         self.lineage.nodes.clear()
 
-    def drop_checks(self) -> None:
-        """Give back the real bytes of replays that never came, as after a step that failed."""
+    def close(self) -> None:
+        """However it ended. Its graph may live on, but takes up no other plan, and the real bytes of replays that never
+        came, as after a step that failed, are given back."""
+        self._others = []
         for check in self._checked.values():
             check.drop()
         self._checked.clear()
 
     def _learn_calls(self) -> None:
-        if not isinstance(self._calls, Learner) or self.reactive is not None:
+        if not isinstance(self._calls, Learner) or self.reactive is not None or self.switched:
             return
         program = self.program
         program.lessons += 1
-        if not self._others and self.ops > max(program.names, default=-1):
+        if not self._strange and self.ops > max(program.names, default=-1):
             program.learn(self._calls, may_leave_hooks_out=self.ledger.device.leaves_hooks_out)
         elif program.lessons >= MOST_LESSONS:
             program.learns = False
@@ -385,7 +403,7 @@ class Executor:
     def _begin_tick(self, asked_for: Entry | None) -> int:
         tick = self.tick
         self.tick = tick + 1
-        if self.reactive is None and tick >= self._last:
+        if self.reactive is None and tick >= self._last and not self._switch(tick):
             self.drift("the step went on for longer")
         if self.reactive is not None:
             with no_dispatch():
@@ -426,7 +444,8 @@ class Executor:
                 entry.finish_loading()
             case Replay():
                 if not entry.in_memory:
-                    self._bring_back(entry, instruction.also, tape=instruction.tick * self._storages + entry.number)
+                    tape = instruction.tick * self._storages + entry.number if not self.switched else -1
+                    self._bring_back(entry, instruction.also, tape=tape)
 
     def _drop(self, entry: Entry) -> None:
         if not entry.in_memory:
@@ -437,7 +456,7 @@ class Executor:
         if entry.host is not None:
             entry.release()
             return
-        frontier = self._frontier(entry)
+        frontier = self._frontier(entry) if not self.switched else None
         if frontier is None:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
@@ -536,7 +555,7 @@ class Executor:
         # A call may run more ops than before: they must not pass for those of the next one.
         expected = self._recorded.get(number) if number < self._stop else None
         if self._learning:
-            self._others += self.program.names.get(number, name := str(func)) != name
+            self._strange += self.program.names.get(number, name := str(func)) != name
         if expected is not func:
             if type(expected) is not str or expected != str(func):
                 # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
@@ -598,3 +617,67 @@ class Executor:
         if isinstance(self._calls, Gate):
             self._calls.give_up()
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
+        with no_dispatch():
+            self.reactive.evict_idle(self.tick)
+
+    def _switch(self, tick: int) -> bool:
+        """Whether there is a plan for another step that went the same way up to this tick, and is followed from now on.
+
+        Nothing is dropped any more: what its ops were proven for was another plan.
+        """
+        if self.measured or self.program.few_ticks is not None:
+            return False
+        if self._others is None:
+            self._others = list(self._others_known())
+        while self._others:
+            program = self._others.pop(0)
+            away = self._away(program, tick)
+            if away is None:
+                continue
+            self.fallbacks["the step is another one that is known: its plan was taken up on the way"] += 1
+            if isinstance(self._calls, Gate):
+                self._calls.give_up()
+            self.program, self.switched, self._learning = program, True, False
+            self._recorded, self._excess_bytes = {}, self._excess_of(program)
+            self._follow(program.all_ticks)
+            with no_dispatch():
+                for number in away:
+                    self._let_go(number)
+            return True
+        return False
+
+    def _away(self, program: Program, tick: int) -> list[int] | None:
+        """What another plan has moved out by now; None where it does not go together with what was done so far."""
+        at, expected, _ = program.all_ticks
+        if len(expected) <= tick or any(a[:2] != b[:2] for a, b in zip(self._expected[:tick], expected, strict=False)):
+            return None
+        alive = [(number, entry) for number, entry in self.entries.items() if entry.views]
+        dropped = {number for number, entry in alive if not entry.in_memory and entry.host is None}
+        away: dict[int, Instruction] = {}
+        for here in at[: tick + 1]:
+            for instruction in here:
+                if isinstance(instruction, SwapOut | Release | Drop):
+                    away[instruction.storage] = instruction
+                else:
+                    for number in (instruction.storage, *_also(instruction)):
+                        away.pop(number, None)
+        if self._excess_of(program) > (program.reserve_bytes or 0) or any(
+            not isinstance(away.get(n), Drop) for n in dropped
+        ):
+            return None
+        return list(away) if all(number in self.entries for number in away) else None
+
+    def _excess_of(self, program: Program) -> int:
+        storages = program.trace.storages
+        return sum(max(0, entry.nbytes - storages[number].nbytes) for number, entry in self.entries.items())
+
+    def _let_go(self, number: int) -> None:
+        entry = self.entries[number]
+        if not entry.views or not entry.in_memory:
+            return
+        entry.finish_loading()
+        if entry.exclusive():
+            entry.start_saving()
+            entry.release()
+        else:
+            self._be_late(number)

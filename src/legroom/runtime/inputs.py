@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
+from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -12,8 +16,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 Signature = tuple[object, ...]
-_VALUES = (int, float, bool, str, type(None))
+_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, Enum)
 _DEEPEST = 8  # batches are dictionaries of lists of tensors
+_MOST_ITEMS = 4096  # of all lists, dictionaries and objects in one call: what has more is no batch
+MOST_VALUES = 4  # of one plain argument; one with more changes from call to call, and says nothing about the step
 _trained = attrgetter("requires_grad")
 
 
@@ -26,53 +32,159 @@ class Shape(NamedTuple):
     trained: bool
 
 
+class Free(NamedTuple):
+    """A plain argument that changes from call to call. Equal to itself: what it does to a step is seen in the step."""
+
+    name: str
+
+
 class _Unknown:
     """Equal to nothing but itself."""
+
+    __slots__ = ("kind", "name")
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name = name
+        self.kind = kind
 
 
 class Call(NamedTuple):
     """A call of the model, taken apart: what may change from step to step, and all the rest."""
 
-    kind: object  # equal where nothing but sizes differs
+    kind: object  # equal where nothing but sizes differs, as far as can be told
     features: tuple[int, ...]  # the sizes of all tensors, one after the other
     input_bytes: int  # of those tensors, on the device that trains
+    free: tuple[str, ...] = ()  # arguments that change from call to call and are no sizes
+    unknown: tuple[str, ...] = ()  # arguments that cannot be looked into
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether nothing else among the arguments may be a size."""
+        return bool(self.features) and not self.free and not self.unknown
 
 
-def signature_of(value: object, depth: int = 0) -> object:
+class PlainValues:
+    """What each plain argument has been, over all calls of a model."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[object]] = {}
+
+    @property
+    def some_free(self) -> bool:
+        return any(len(seen) > MOST_VALUES for seen in self._seen.values())
+
+    def look(self, name: str, value: object) -> object:
+        seen = self._seen.setdefault(name, set())
+        if len(seen) <= MOST_VALUES:
+            try:
+                seen.add(value)
+            except TypeError:  # an enumeration may have members that are no keys
+                return _Unknown(name, type(value).__name__)
+        return value if len(seen) <= MOST_VALUES else Free(name)
+
+
+class _Reader:
+    """One look at the arguments of a call."""
+
+    def __init__(self, values: PlainValues | None) -> None:
+        self._values = values
+        self._items = _MOST_ITEMS
+
+    def read(self, name: str, value: object, depth: int = 0) -> object:
+        if isinstance(value, torch.Tensor):
+            return _shape_of(value) or _Unknown(name, type(value).__name__)
+        if isinstance(value, _PLAIN):
+            return self._plain(name, value)
+        if isinstance(value, torch.Generator):
+            return type(value)  # which numbers it draws says nothing about sizes
+        if depth >= _DEEPEST:
+            return _Unknown(name, type(value).__name__)
+        if isinstance(value, tuple | list):
+            if value and all(isinstance(item, _PLAIN) for item in value):
+                return self._plain(name, tuple(value))
+            if not self._may_read(value):
+                return _Unknown(name, type(value).__name__)
+            return tuple(self.read(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value))
+        if isinstance(value, collections.UserDict):
+            value = value.data
+        if isinstance(value, dict):
+            if not self._may_read(value):
+                return _Unknown(name, type(value).__name__)
+            return self._named(name, dict.items(value), depth)
+        attributes = _attributes(value)
+        if attributes is None or not self._may_read(attributes):
+            return _Unknown(name, type(value).__name__)
+        return type(value), self._named(name, attributes.items(), depth)
+
+    def _may_read(self, items: Sized) -> bool:
+        """Whether so many more may be looked at in this call; a list may hold itself, several times over."""
+        self._items -= len(items)
+        return self._items >= 0
+
+    def _named(self, name: str, items: Iterable[tuple[object, object]], depth: int) -> object:
+        return tuple(
+            (str(key), self.read(f"{name}.{key}" if name else str(key), item, depth + 1)) for key, item in items
+        )
+
+    def _plain(self, name: str, value: object) -> object:
+        return value if self._values is None else self._values.look(name, value)
+
+
+def _shape_of(tensor: torch.Tensor) -> Shape | None:
+    """None where it has none that is plain numbers, as tensors of tensors have."""
+    if tensor.is_nested:
+        return None
+    return Shape(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
+
+
+def _attributes(value: object) -> dict[str, object] | None:
+    """Of a batch that is an object; None for what is none, and may do something when it is looked at."""
+    if callable(value) or inspect.ismodule(value) or hasattr(type(value), "__next__"):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    try:
+        return dict(vars(value)) or None
+    except TypeError:  # it has none
+        return None
+
+
+def signature_of(value: object, name: str = "", values: PlainValues | None = None) -> object:
     """Shapes and types of tensors, and plain values, as they lie in the arguments. What is none of these is equal to
-    nothing: whether it has changed cannot be told."""
-    if isinstance(value, torch.Tensor):
-        return Shape(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
-    if isinstance(value, _VALUES):
-        return value
-    if depth < _DEEPEST and type(value) is dict:
-        return tuple((str(name), signature_of(item, depth + 1)) for name, item in value.items())
-    if depth < _DEEPEST and type(value) in (list, tuple):
-        return tuple(signature_of(item, depth + 1) for item in value)  # type: ignore[attr-defined]
-    return _Unknown()
+    nothing: whether it has changed cannot be told. values: tells those that change all the time from the others."""
+    return _Reader(values).read(name, value)
 
 
-def call_of(signature: Signature, device_type: str) -> Call | None:
-    """None where the signature holds what cannot be told from something else."""
+def call_of(signature: Signature, device_type: str) -> Call:
+    """What cannot be looked into counts by its type alone."""
     features: list[int] = []
+    free: list[str] = []
+    unknown: list[str] = []
     nbytes = 0
 
     def without_sizes(item: object) -> object:
         nonlocal nbytes
-        if isinstance(item, Shape):
+        if type(item) is Shape:
             features.extend(item.size)
             if item.device == device_type:
                 nbytes += math.prod(item.size) * item.dtype.itemsize
             return len(item.size), item.dtype, item.device, item.trained
-        if isinstance(item, _Unknown):
-            raise LookupError
-        return tuple(map(without_sizes, item)) if isinstance(item, tuple) else item
+        if type(item) is Free:
+            free.append(item.name)
+            return item
+        if type(item) is _Unknown:
+            unknown.append(f"{item.name} ({item.kind})")
+            return item.name, item.kind
+        return tuple(map(without_sizes, item)) if type(item) is tuple else item
 
-    try:
-        kind = without_sizes(signature)
-    except LookupError:
-        return None
-    return Call(kind, tuple(features), nbytes)
+    kind = without_sizes(signature)
+    return Call(kind, tuple(features), nbytes, tuple(free), tuple(unknown))
+
+
+def remarks(call: Call) -> list[str]:
+    """What of a call plans cannot follow, for the report."""
+    free = [f"the argument {name} changes from call to call: plans do not follow it" for name in call.free]
+    return free + [f"the argument {name} cannot be looked into: plans do not follow it" for name in call.unknown]
 
 
 def can_be_watched(model: torch.nn.Module | None) -> bool:
@@ -90,8 +202,15 @@ class InputWatch:
         self.on_call: Callable[[int, Signature], None] | None = None
         self._model = model
         self._parameters = list(model.parameters())
+        self._values = PlainValues()
+        self._names = _argument_names(model)
         self._thread = 0
         self._handle: RemovableHandle | None = None
+
+    @property
+    def some_free(self) -> bool:
+        """Whether calls that compare equal may still differ in a plain argument."""
+        return self._values.some_free
 
     def begin(self) -> None:
         self.end()
@@ -116,10 +235,21 @@ class InputWatch:
                 torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
                 sum(map(_trained, self._parameters)),
             )
-            signature = (state, signature_of(args), signature_of(kwargs))
+            named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            others = args[len(self._names) :]
+            signature = (state, signature_of(named, "", self._values), signature_of(others, "args", self._values))
         self.calls.append(signature)
         if self.on_call is not None:
             self.on_call(len(self.calls) - 1, signature)
+
+
+def _argument_names(model: torch.nn.Module) -> list[str]:
+    """Of those that may be given by their place."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 class _Hook:

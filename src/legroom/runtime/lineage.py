@@ -106,7 +106,19 @@ def version_of(tensor: torch.Tensor) -> int:
 class Node:
     """One value of this step."""
 
-    __slots__ = ("__weakref__", "entry", "maker", "on_cpu", "output", "seen", "slot", "storage", "tensor", "weak")
+    __slots__ = (
+        "__weakref__",
+        "entry",
+        "maker",
+        "on_cpu",
+        "output",
+        "relied",
+        "seen",
+        "slot",
+        "storage",
+        "tensor",
+        "weak",
+    )
 
     def __init__(self, tensor: torch.Tensor, maker: Made | None, output: int) -> None:
         # By PyTorch's count of writes, which goes up once an op that writes is through. A tensor that is ahead of it
@@ -118,6 +130,7 @@ class Node:
         self.slot: Slot | None = (maker.order, output) if maker is not None else None
         self.entry: Entry | None = None
         self.tensor: torch.Tensor | None = None  # held for its bytes: a leaf
+        self.relied = False  # something was dropped that is made from the tensor held here
         # Either keeps the address from being handed out again.
         self.storage: torch.UntypedStorage | None = None
         self.weak: StorageWeakRef | None = StorageWeakRef(tensor.untyped_storage()) if maker is not None else None
@@ -176,6 +189,7 @@ class Node:
                 if entry.in_memory or entry.host is not None:
                     continue
             elif node.tensor is not None:
+                node.relied = True
                 continue
             if node.maker is None:
                 return None

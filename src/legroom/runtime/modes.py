@@ -97,8 +97,12 @@ class Interception:
         calls: CallMode | None = None,
         entered: Callable[[], None],
         left: Callable[[], None],
+        depths: tuple[int, int] | None = None,
     ) -> None:
+        """depths: how many modes of ops and of calls were on when the step began. What the program has put on since, it
+        takes off from the top, so ours go beneath. None: it begins now."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._depths = depths
         self._mode, self._calls = mode, calls
         self._entered, self._left = entered, left
         self._engine: Any = None
@@ -109,9 +113,12 @@ class Interception:
         engine = Engine(self._engine, self._mode, self._calls, self._entered, self._left)
         torch.autograd.Variable._execution_engine = engine  # type: ignore[assignment]
         if self._mode is not None and not isinstance(self._calls, Gate):
-            self._mode.__enter__()
+            if self._depths is None:
+                self._mode.__enter__()
+            else:
+                OPS.put_in(self._mode, self._depths[0])
         if self._calls is not None:
-            self._calls.__enter__()
+            CALLS.put_in(self._calls, CALLS.depth() if self._depths is None else self._depths[1])
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -119,8 +126,10 @@ class Interception:
                 CALLS.take_out(self._calls)
             if isinstance(self._calls, Gate):
                 self._calls.close()
-            elif self._mode is not None:
+            elif self._mode is not None and self._depths is None:
                 self._mode.__exit__(*error)
+            elif self._mode in OPS.modes():
+                OPS.take_out(self._mode)
         finally:
             torch.autograd.Variable._execution_engine = self._engine
             self._hooks.__exit__(*error)

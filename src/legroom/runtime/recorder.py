@@ -279,9 +279,14 @@ class Recorder:
             for _, copy in copies.values():
                 copy.wait()
         before = [_shape(t) for t in written]
-        with mark(PROOF):
-            result = func(*args, **kwargs)
-            first = _digests_of(self.device, whole)
+        try:
+            with mark(PROOF):
+                result = func(*args, **kwargs)
+                first = _digests_of(self.device, whole)
+        except BaseException:
+            for host, _ in copies.values():
+                host.drop()
+            raise
         outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in {f.untyped_storage()._cdata for f in flats}]
         reshaped = before != [_shape(t) for t in written]

@@ -200,6 +200,8 @@ class Entry:
         if len(views) > 1:
             views.remove(view)
         elif not self.pins:
+            if self.node is not None and self.node.relied:
+                self._hand_back(view)
             views.clear()
             self.die()
         else:
@@ -207,6 +209,16 @@ class Entry:
                 self.flat()  # the view is about to go, and with it the last reference to these bytes
             views.clear()
             self._lapse()
+
+    def _hand_back(self, view: View) -> None:
+        """To a leaf that held these bytes when something made from them was dropped, before they were saved as well."""
+        node = self.node
+        if node is None or node.maker is not None:
+            return
+        self.start_loading()
+        self.finish_loading()
+        node.hold(view.tensor if view.tensor is not None else self.flat())
+        node.entry = self.node = None
 
     def _lapse(self) -> None:
         """The program is through with it. What is made from it can be made from its own sources: let the bytes go."""
@@ -305,6 +317,7 @@ class Ledger:
         self.device = device
         self.by_key: dict[int, Entry] = {}
         self.entries = 0
+        self.counted = False  # whether all garbage from before the first step has been collected
         self.generation = 0  # counts steps: numbers of storages mean something within one step only
         self.pinned: dict[int, list[Entry]] = {}
         self.on_death: Callable[[Entry, bool], None] | None = None

@@ -2,7 +2,8 @@
 
 Everything autograd saves leaves memory as soon as nothing else refers to it, and comes back when it is asked for. No
 step can take less, so whatever budget can be met is met from the first step on; the price is one copy out and back of
-what is saved, paid only while a step is not known. A sheltered step that captures also runs the recorder.
+what is saved, paid only while a step is not known. A sheltered step that captures also runs the recorder; one that does
+not, but may be taken back, keeps what ops write.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import GONE, OWN, TICK, mark
 from legroom.runtime.census import Census
+from legroom.runtime.lineage import hidden_writes, written_tensors
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, number_of, saved_elsewhere
+from legroom.runtime.undo import Undo
 
 _NOTHING = contextlib.nullcontext()
 
@@ -33,12 +36,15 @@ class Shelter:
         recorder: Recorder | None,
         census: Census | None,
         kept: frozenset[int],
+        undo: Undo | None = None,
     ) -> None:
+        """undo: where nothing is recorded, hears of writes to what the census knows; a recorder tells it by itself."""
         self.ledger = ledger
         self.device_type = device_type
         self.recorder = recorder
         self.census = census
         self.kept = kept  # storages of parameters and buffers: not ours to move
+        self.undo = undo
         self.tick = 0
         self.in_engine = 0
         ledger.on_death = self._died if recorder is not None else None
@@ -105,7 +111,10 @@ class Shelter:
 
     def evict_idle(self, tick: int, asked_for: Entry | None = None) -> None:
         for entry in list(self.ledger.by_key.values()):
-            if entry is asked_for or not entry.exclusive():
+            if entry is asked_for:
+                continue
+            entry.finish_loading()  # fetched ahead by a plan that the step has left since
+            if not entry.exclusive():
                 continue
             if self._recording(entry):
                 self._bind(entry)
@@ -144,9 +153,20 @@ class Shelter:
             self.evict_idle(self.tick)
         if self.census is not None:
             self.census.note_deaths()
-        if self.recorder is None:
-            return func(*args, **kwargs)
-        return self.recorder.run(func, args, kwargs)
+        if self.recorder is not None:
+            return self.recorder.run(func, args, kwargs)
+        if self.undo is not None:
+            self._keep_written(self.undo, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _keep_written(self, undo: Undo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = [*written_tensors(func, args, kwargs), *hidden_writes(func, args)]
+        if not written:
+            return
+        assert self.census is not None
+        with mark(OWN), no_dispatch():
+            plain = [t for t in written if not saved_elsewhere(t)]
+            undo.before_write([t for t in plain if self.census.persistent(t.untyped_storage()._cdata)])
 
     def _marked(self, name: str) -> Any:
         return mark(name) if self.recorder is not None or self.census is not None else _NOTHING

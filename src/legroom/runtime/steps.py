@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,15 @@ class Setting:
             tensors += [p for group in self.optimizer.param_groups for p in group["params"]]
         return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
-    def executor(self, program: Program, *, checks: frozenset[int], wait: bool, measured: bool) -> Executor:
+    def executor(
+        self,
+        program: Program,
+        *,
+        checks: frozenset[int],
+        wait: bool,
+        measured: bool,
+        others: Callable[[], Sequence[Program]] = tuple,
+    ) -> Executor:
         return Executor(
             self.ledger,
             program,
@@ -52,7 +61,16 @@ class Setting:
             wait=wait,
             measured=measured,
             fallbacks=self.fallbacks,
+            others=others,
         )
+
+    def census(self) -> Census:
+        """A count of all tensors. Only the first one looks for garbage among old objects: what steps leave behind is
+        young, as nothing grows old while one runs. In a large program a full collection takes a quarter of a second.
+        """
+        thorough = not self.ledger.counted
+        self.ledger.counted = True
+        return Census(self.ledger.device, self.model, self.optimizer, thorough=thorough)
 
     def alive_bytes(self) -> int:
         """What is alive between steps, as far as it can be told quickly: all of it, or gradients and state."""
@@ -68,12 +86,30 @@ class Setting:
         return state + sum(p.grad.nbytes for p in parameters if p.grad is not None)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the garbage collector, if it runs at all."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class ShelteredStep:
     """A step under the reactive policy, recorded where the profiler is free."""
 
-    def __init__(self, setting: Setting, *, proving: bool, trusting: bool) -> None:
+    def __init__(
+        self, setting: Setting, *, proving: bool, trusting: bool, recording: bool = True, refusable: bool = True
+    ) -> None:
+        """recording: so that it can be planned for. refusable: held against the budget, and taken back if over it."""
         self._setting = setting
-        self.undo = Undo(setting.ledger.device, setting.optimizer)
+        self.recording = recording
+        self.refusable = refusable
+        self.undo = Undo(setting.ledger.device, setting.optimizer if refusable else None)
         self._trusting = trusting
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -94,12 +130,20 @@ class ShelteredStep:
             if self.recorder.ticks:
                 watch.under_hooks = True  # what saves before the call cannot be decided at the call
 
-    def begin(self) -> None:
+    def begin(self, depths: tuple[int, int] | None = None) -> None:
         setting = self._setting
         setting.ledger.generation += 1
         self.alive_bytes = setting.alive_bytes()
-        if profiler_is_free():
-            self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
+        self._stack.enter_context(no_collection())
+        measured = (self.recording or self.refusable) and profiler_is_free()
+        if measured:
+            self.census = setting.census()
+        elif self.recording:
+            setting.fallbacks["another profiler runs: the step was not recorded"] += 1
+        elif self.refusable:
+            setting.fallbacks["another profiler runs: the step was not held against the budget"] += 1
+        if measured and self.recording:
+            assert self.census is not None
             self.recorder = Recorder(
                 setting.ledger.device,
                 self.census,
@@ -107,32 +151,43 @@ class ShelteredStep:
                 distrusted=frozenset(setting.distrusted),
                 undo=self.undo,
             )
-        else:
-            setting.fallbacks["another profiler runs: the step was not recorded"] += 1
         self.shelter = Shelter(
-            setting.ledger, setting.device_type, recorder=self.recorder, census=self.census, kept=setting.kept()
+            setting.ledger,
+            setting.device_type,
+            recorder=self.recorder,
+            census=self.census,
+            kept=setting.kept(),
+            undo=self.undo if measured else None,
         )
         if self.recorder is not None:
             self._stack.enter_context(module_paths(setting.model, self.recorder))
+        if measured:
             self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
-            self._log = setting.ledger.device.log(ops=self._proving)
+            self._log = setting.ledger.device.log(ops=self._proving and self.recording)
             self._log.start()
         shelter = self.shelter
         self._stack.enter_context(
-            Interception(shelter.pack, shelter.unpack, mode=OpMode(shelter.op), entered=_nothing, left=_nothing)
+            Interception(
+                shelter.pack,
+                shelter.unpack,
+                mode=OpMode(shelter.op),
+                entered=_nothing,
+                left=_nothing,
+                depths=depths,
+            )
         )
 
     def _optimizer_begins(self) -> None:
-        assert self.recorder is not None
-        with no_dispatch():
-            self.recorder.compare_lasting()
-        self.recorder.phase = "optimizer"
+        if self.recorder is not None:
+            with no_dispatch():
+                self.recorder.compare_lasting()
+            self.recorder.phase = "optimizer"
         with mark(OPTIMIZER):
             pass
 
     def _optimizer_ends(self) -> None:
-        assert self.recorder is not None
-        self.recorder.phase = "forward"
+        if self.recorder is not None:
+            self.recorder.phase = "forward"
 
     def end(self, *, failed: bool) -> None:
         self._setting.ledger.on_death = None
@@ -160,10 +215,19 @@ class PlannedStep:
     """A step that follows a schedule."""
 
     def __init__(
-        self, setting: Setting, program: Program, *, checks: frozenset[int], measure: bool, wait: bool = False
+        self,
+        setting: Setting,
+        program: Program,
+        *,
+        checks: frozenset[int],
+        measure: bool,
+        wait: bool = False,
+        others: Callable[[], Sequence[Program]] = tuple,
     ) -> None:
-        """checks: storages whose replays are held against the real bytes. wait: before they are used."""
+        """checks: storages whose replays are held against the real bytes. wait: before they are used. others: what may
+        be followed instead, where the step turns out to be another one that is known."""
         self._setting = setting
+        self._others = others
         self._program = program
         self._checks = checks
         self._wait = wait
@@ -173,24 +237,20 @@ class PlannedStep:
         self.census: Census | None = None
         self.curve: Curve | None = None
 
-    def begin(self) -> None:
+    def begin(self, depths: tuple[int, int] | None = None) -> None:
         setting = self._setting
         setting.ledger.generation += 1
-        if self._measure:
-            self.census = Census(setting.ledger.device, setting.model, setting.optimizer)
         self.executor = executor = setting.executor(
-            self._program, checks=self._checks, wait=self._wait, measured=self._measure
+            self._program, checks=self._checks, wait=self._wait, measured=self._measure, others=self._others
         )
-        executor.census = self.census
         if self._measure:
+            self.census = executor.census = setting.census()
             self._log = setting.ledger.device.log(ops=False)
             self._log.start()
-        if gc.isenabled():
-            # What a step makes for itself dies with it; passes over it meanwhile took 5 to 9 ms of 165 on a GPU's host.
-            gc.disable()
-            self._stack.callback(gc.enable)
+        # What a step makes for itself dies with it; passes over it meanwhile took 5 to 9 ms of 165 on a GPU's host.
+        self._stack.enter_context(no_collection())
         self._stack.enter_context(optimizer_phase(executor.optimizer_begins, _nothing))
-        self._stack.enter_context(executor.interception())
+        self._stack.enter_context(executor.interception(depths))
 
     @property
     def drifted(self) -> bool:
@@ -204,7 +264,7 @@ class PlannedStep:
             if not failed:
                 self.executor.finish()
         finally:
-            self.executor.drop_checks()
+            self.executor.close()
             if self._log is not None:
                 if failed:
                     self._log.cancel()

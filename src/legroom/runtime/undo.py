@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.runtime.device import Device, HostCopy
 from legroom.runtime.lineage import RandomState
+from legroom.runtime.residency import Layout, laid_out, layout_of, storage_key
 
 
 class Undo:
@@ -22,16 +23,21 @@ class Undo:
         self._device = device
         self._optimizer = optimizer
         self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
+        self._nbytes: dict[int, int] = {}  # of each that is saved
         self._random = RandomState(None)
         self._keys: dict[Any, set[Any]] = {}
         self._without_gradient: list[torch.Tensor] = []
+        # Parameters, and how their gradients lie in which storage. Not the gradients: it must be possible to free them.
+        self._gradients: list[tuple[torch.Tensor, int, Layout]] = []
         if optimizer is not None:
             self._keys = {parameter: set(state) for parameter, state in optimizer.state.items()}
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._without_gradient = [p for p in parameters if p.grad is None]
-            plain = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+            plain = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+            plain = [(p, grad) for p, grad in plain if grad.device.type == device.name]
+            self._gradients = [(p, storage_key(grad), layout_of(grad)) for p, grad in plain]
             try:
-                self.before_write([grad for grad in plain if grad.device.type == device.name])
+                self.before_write([grad for _, grad in plain])
             except BaseException:
                 self.forget()
                 raise
@@ -42,6 +48,7 @@ class Undo:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._saved and storage.nbytes():
                 host, copy = self._device.copy_out(_flat(storage))
+                self._nbytes[storage._cdata] = storage.nbytes()
                 self._saved[storage._cdata] = StorageWeakRef(storage), host  # first, so that a failure leaves nothing
                 copy.wait()
 
@@ -51,6 +58,8 @@ class Undo:
             if storage is not None:
                 self._device.copy_in(host, _flat(storage)).wait()
         self._random.restore()
+        for parameter, key, layout in self._gradients:
+            self._restore_gradient(parameter, key, layout)
         for parameter in self._without_gradient:
             parameter.grad = None
         if self._optimizer is not None:
@@ -61,6 +70,18 @@ class Undo:
                 for key in set(self._optimizer.state[parameter]) - self._keys[parameter]:
                     del self._optimizer.state[parameter][key]
         self.forget()
+
+    def _restore_gradient(self, parameter: torch.Tensor, key: int, layout: Layout) -> None:
+        """Put one that was let go of, or that another has taken the place of, back from its copy."""
+        if key not in self._saved or (parameter.grad is not None and storage_key(parameter.grad) == key):
+            return
+        ref, host = self._saved[key]
+        storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        if storage is None:
+            flat = self._device.allocate(self._nbytes[key])
+            self._device.copy_in(host, flat).wait()
+            storage = flat.untyped_storage()
+        parameter.grad = laid_out(layout, _flat(storage))
 
     def forget(self) -> None:
         for _, host in self._saved.values():
