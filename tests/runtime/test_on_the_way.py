@@ -3,6 +3,7 @@ around the call, take another way, go through an older graph, be refused, catch 
 
 from __future__ import annotations
 
+import copy
 import enum
 import gc
 import random
@@ -22,7 +23,9 @@ import legroom
 import legroom.room
 from legroom.errors import BudgetError
 from legroom.hardware import PRESETS
+from legroom.runtime.device import CpuDevice
 from legroom.runtime.inputs import PlainValues, call_of, signature_of
+from legroom.runtime.undo import Undo
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -211,6 +214,27 @@ def test_a_refused_step_gives_gradients_back_that_it_let_go_of() -> None:
                 for grad, p in zip(before, net.parameters(), strict=True):
                     assert grad is not None and p.grad is not None and torch.equal(grad, p.grad)
     assert refused == 1
+
+
+def test_state_on_another_device_is_given_back() -> None:
+    """As Adam's count of steps, which lies on the host where parameters are on a GPU."""
+    device = CpuDevice()
+    device.name = "elsewhere"
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        net(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    undo = Undo(device, optimizer)
+    step()
+    assert float(next(iter(optimizer.state.values()))["step"]) == 2
+    undo.restore()
+    device.close()
+    torch.testing.assert_close((net.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
 
 
 def test_an_op_in_place_that_fails_and_is_caught_leaves_no_copy() -> None:

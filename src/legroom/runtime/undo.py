@@ -24,6 +24,7 @@ class Undo:
         self._optimizer = optimizer
         self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
         self._nbytes: dict[int, int] = {}  # of each that is saved
+        self._elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors on other devices, and what was in them
         self._random = RandomState(None)
         self._keys: dict[Any, set[Any]] = {}
         self._without_gradient: list[torch.Tensor] = []
@@ -36,6 +37,14 @@ class Undo:
             plain = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
             plain = [(p, grad) for p, grad in plain if grad.device.type == device.name]
             self._gradients = [(p, storage_key(grad), layout_of(grad)) for p, grad in plain]
+            # Nobody counts what lies on other devices, such as Adam's count of steps: it is small, or the host's own.
+            of_state = [value for state in optimizer.state.values() for value in state.values()]
+            trained = [tensor for p in parameters for tensor in (p, p.grad)]
+            self._elsewhere = [
+                (tensor, tensor.detach().clone())
+                for tensor in (*trained, *of_state)
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != device.name
+            ]
             try:
                 self.before_write([grad for _, grad in plain])
             except BaseException:
@@ -58,6 +67,9 @@ class Undo:
             if storage is not None:
                 self._device.copy_in(host, _flat(storage)).wait()
         self._random.restore()
+        with torch.no_grad():
+            for tensor, before in self._elsewhere:
+                tensor.copy_(before)
         for parameter, key, layout in self._gradients:
             self._restore_gradient(parameter, key, layout)
         for parameter in self._without_gradient:
@@ -87,6 +99,7 @@ class Undo:
         for _, host in self._saved.values():
             host.drop()
         self._saved.clear()
+        self._elsewhere.clear()
 
     def new_state_bytes(self) -> int:
         """What the optimizer has made since and kept."""
