@@ -581,6 +581,9 @@ class Room:
         if self._base_bytes < self._planned_base_bytes:
             return  # less was alive at the start: nothing to learn about the step that the plan is for
         self._planned_peak = run.curve.measured_peak_bytes
+        if len(run.curve.segments) != len(self.trace.ticks) + 1:
+            self._calibrations += 1  # a graph of a step before was gone through in this one: not the plan's own curve
+            return
         self._measured_curve = tuple(segment.measured_peak_bytes for segment in run.curve.segments)
         predicted = [memory.peak_bytes for memory in self.timeline.memory]
         self._calibrated = max(self._measured_curve) == self.timeline.peak_bytes and all(
