@@ -133,6 +133,7 @@ class SizeModel:
         self._correction = np.zeros(0, dtype=np.int64)
         self._heard: dict[Features, Ints] = {}  # by size, how far its peaks lay above what was learned
         self._models: tuple[Model, Parts] | None = None
+        self._reserve_bytes: int | None = None  # of the samples so far
 
     @property
     def samples(self) -> int:
@@ -167,7 +168,7 @@ class SizeModel:
         self._samples[features] = old.joined(numbers) if old else _Sample(numbers, _peaks(numbers), 1)
         if len(self._samples) > MOST_KEPT:
             del self._samples[next(iter(self._samples))]
-        self._models = None
+        self._models = self._reserve_bytes = None
 
     def wants_more(self) -> bool:
         """Whether a sheltered step at an input that is not known would make predictions surer."""
@@ -204,6 +205,11 @@ class SizeModel:
 
     def reserve_bytes(self) -> int:
         """How much a peak may lie above what is predicted."""
+        if self._reserve_bytes is None:
+            self._reserve_bytes = self._reserve()
+        return self._reserve_bytes
+
+    def _reserve(self) -> int:
         spread = max((int((_peaks(s.numbers) - s.least_peak_bytes).max()) for s in self._samples.values()), default=0)
         return max([spread, *(model.reserve_bytes for model in self._trusted())]) if self.samples > 1 else spread
 
