@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, planners, tables
-from bench.planners import SHARES, Machine, slower
+from bench.planners import MACHINES, SHARES, Machine, slower
 from bench.record import SUFFIX
 from bench.verdicts import Verdict
 from legroom import traceio
@@ -51,7 +51,6 @@ from legroom.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 KIND, VERSION = "gap benchmark", 1
-MACHINES = "h200,rtx2080ti-pcie3,rtx2080ti-pcie3*7.8"
 WITH_HOST = "+host"
 # As legroom.probing has them for the host of an H200, which takes 9.5 µs to issue a small op.
 HOST = HostCosts(
@@ -331,7 +330,7 @@ def main(arguments: Sequence[str]) -> int:
     conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/gaps.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
-    for path in planners._paths(parsed.traces, parsed.only):
+    for path in planners.paths(parsed.traces, parsed.only):
         trace, name = traceio.load(path), path.name.removesuffix(SUFFIX)
         for on in parsed.machines:
             for share in parsed.shares:

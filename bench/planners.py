@@ -356,12 +356,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _paths(folder: Path, only: str | None) -> list[Path]:
+def paths(folder: Path, only: str | None) -> list[Path]:
     if only is None:
-        paths = sorted(folder.glob(f"*{SUFFIX}"))
-        if not paths:
+        found = sorted(folder.glob(f"*{SUFFIX}"))
+        if not found:
             raise PlannersError(f"{folder} holds no traces; `python bench/record.py {folder}` records them")
-        return paths
+        return found
     return [folder / f"{name.strip()}{SUFFIX}" for name in only.split(",")]
 
 
@@ -377,7 +377,7 @@ def main(arguments: Sequence[str]) -> int:
     results = replace(earlier, runs=(*earlier.runs, conditions))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     planners = limited(parsed.planners, parsed.seconds)
-    for path in _paths(parsed.traces, parsed.only):
+    for path in paths(parsed.traces, parsed.only):
         trace = traceio.load(path)
         for on in parsed.machines:
             if time.monotonic() > until:

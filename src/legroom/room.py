@@ -27,14 +27,14 @@ from legroom.admission import (
 )
 from legroom.assembling import assemble, correct
 from legroom.brim import Brim
-from legroom.errors import BudgetError, LegroomError, PlanError, StepError, TraceError, quote
+from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.evaluate import floor_bytes
-from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following
+from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following, checked
 from legroom.hardware import Hardware
 from legroom.hostfit import host_factor, with_host
 from legroom.ir import Trace
 from legroom.patience import patience
-from legroom.plan import Keep, Plan, Recompute, Swap, check_fits
+from legroom.plan import Keep, Plan, Recompute, Swap
 from legroom.planners import Planner, named
 from legroom.planners.dual import check_slowdown, least_peak
 from legroom.probing import probe
@@ -433,10 +433,7 @@ class Room:
                 # Near the floor a plan that makes the allocator work for its room is better than none.
                 usable = min(max(self._usable_bytes(), self._floor), self.budget_bytes)
                 plan = self._planner(trace, hardware, usable)
-            if not isinstance(plan, Plan):
-                raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
-            check_fits(trace, plan)
-        return plan, hardware
+        return checked(trace, plan), hardware
 
     def _adopt(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
         schedule = lower(trace, plan, hardware)

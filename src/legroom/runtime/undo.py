@@ -22,8 +22,7 @@ class Undo:
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer | None) -> None:
         self._device = device
         self._optimizer = optimizer
-        self._saved: dict[int, tuple[StorageWeakRef, HostCopy]] = {}
-        self._nbytes: dict[int, int] = {}  # of each that is saved
+        self._saved: dict[int, tuple[StorageWeakRef, HostCopy, int]] = {}  # the last: how many bytes
         self._elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors on other devices, and what was in them
         self._random = RandomState(None)
         self._keys: dict[Any, set[Any]] = {}
@@ -57,12 +56,12 @@ class Undo:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._saved and storage.nbytes():
                 host, copy = self._device.copy_out(_flat(storage))
-                self._nbytes[storage._cdata] = storage.nbytes()
-                self._saved[storage._cdata] = StorageWeakRef(storage), host  # first, so that a failure leaves nothing
+                # First, so that a failure leaves nothing.
+                self._saved[storage._cdata] = StorageWeakRef(storage), host, storage.nbytes()
                 copy.wait()
 
     def restore(self) -> None:
-        for ref, host in self._saved.values():
+        for ref, host, _ in self._saved.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is not None:
                 self._device.copy_in(host, _flat(storage)).wait()
@@ -87,16 +86,16 @@ class Undo:
         """Put one that was let go of, or that another has taken the place of, back from its copy."""
         if key not in self._saved or (parameter.grad is not None and storage_key(parameter.grad) == key):
             return
-        ref, host = self._saved[key]
+        ref, host, nbytes = self._saved[key]
         storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
         if storage is None:
-            flat = self._device.allocate(self._nbytes[key])
+            flat = self._device.allocate(nbytes)
             self._device.copy_in(host, flat).wait()
             storage = flat.untyped_storage()
         parameter.grad = laid_out(layout, _flat(storage))
 
     def forget(self) -> None:
-        for _, host in self._saved.values():
+        for _, host, _ in self._saved.values():
             host.drop()
         self._saved.clear()
         self._elsewhere.clear()
