@@ -18,6 +18,7 @@ from legroom.simulate import simulate
 SLOWEST, FASTEST = 4.0, 0.25
 _HALVINGS = 12
 _NOISE = 0.03  # of the step's time
+_WAITS = 0.002  # of it: less than that nobody sees
 
 
 def with_host(trace: Trace, factor: float) -> Trace:
@@ -29,7 +30,7 @@ def host_factor(trace: Trace, schedule: Schedule, hardware: Hardware, seconds: f
     """By how much slower than assumed the host is, if steps of this schedule take so long."""
 
     def simulated(factor: float) -> float:
-        return simulate(with_host(trace, factor), schedule, hardware.scaled_host(factor)).seconds
+        return _simulated(trace, schedule, hardware, factor)
 
     if abs(simulated(1.0) - seconds) <= _NOISE * seconds:
         return 1.0
@@ -43,3 +44,20 @@ def host_factor(trace: Trace, schedule: Schedule, hardware: Hardware, seconds: f
         middle = (low * high) ** 0.5
         low, high = (middle, high) if simulated(middle) < seconds else (low, middle)
     return high
+
+
+def fast_enough(trace: Trace, schedule: Schedule, hardware: Hardware) -> float:
+    """The factor, at most 1, of a host that the device does not wait for, as it was seen not to."""
+    free = _simulated(trace, schedule, hardware, FASTEST)
+    low, high = FASTEST, 1.0
+    if _simulated(trace, schedule, hardware, high) <= free * (1 + _WAITS):
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        waits = _simulated(trace, schedule, hardware, middle) > free * (1 + _WAITS)
+        low, high = (low, middle) if waits else (middle, high)
+    return low
+
+
+def _simulated(trace: Trace, schedule: Schedule, hardware: Hardware, factor: float) -> float:
+    return simulate(with_host(trace, factor), schedule, hardware.scaled_host(factor)).seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,13 +26,14 @@ from legroom.admission import (
     out_of_memory,
     over_budget,
 )
+from legroom.arrange import Spacer, find_spacers, small_bytes
 from legroom.assembling import assemble, correct
 from legroom.brim import Brim
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.evaluate import floor_bytes
 from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following, checked
 from legroom.hardware import Hardware
-from legroom.hostfit import host_factor, with_host
+from legroom.hostfit import fast_enough, host_factor, with_host
 from legroom.ir import Trace
 from legroom.patience import patience
 from legroom.plan import Keep, Plan, Recompute, Swap
@@ -59,7 +61,21 @@ MOST_HOST_FITS = 2  # the second corrects what the first, from another plan, got
 _SAME_HOST = 0.05
 _WORTH_ANOTHER = 0.98  # of the time that the plan before takes
 
+_PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
+_SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
+
 AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
+
+
+class _Found(NamedTuple):
+    """A plan, and what goes with it."""
+
+    plan: Plan
+    schedule: Schedule
+    hardware: Hardware
+    brim: Brim | None  # with what it was planned for
+    arena_bytes: int  # to be mapped in one piece
+    spacers: tuple[Spacer, ...] | None  # None: no arrangement was found
 
 
 def fit(
@@ -346,7 +362,7 @@ class Room:
             self._following = Following(
                 self._setting,
                 self.budget_bytes,
-                self._usable_bytes,
+                self._unarranged_bytes,
                 self._planner,
                 self._priced,
                 self._hardware,
@@ -407,8 +423,8 @@ class Room:
             self._watch.under_hooks = True  # or as good as that: never again
         self._sheltered_since_drift = SHELTERED_STEPS - 1
 
-    def _usable_bytes(self) -> int:
-        return self.budget_bytes if self._brim is None else self._brim.usable_bytes
+    def _unarranged_bytes(self) -> int:
+        return self.budget_bytes if self._brim is None else self._brim.unarranged_bytes
 
     def _hardware(self) -> Hardware:
         return probe(self._setting.device_type, self._spill_dir).scaled_host(self._host_factor)
@@ -418,25 +434,47 @@ class Room:
         self._planned_base_bytes = self._base_bytes
         self._floor = floor_bytes(trace)
         try:
-            plan, hardware = self._find_plan(trace)
+            found = self._find_plan(trace)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
             self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
             return
-        self._adopt(trace, plan, hardware)
+        self._adopt(trace, found)
 
-    def _find_plan(self, trace: Trace) -> tuple[Plan, Hardware]:
+    def _find_plan(self, trace: Trace) -> _Found:
         with patience("measuring the machine and planning the step"):
             hardware = self._hardware()
-            plan = self._given
-            if plan is None:
-                # Near the floor a plan that makes the allocator work for its room is better than none.
-                usable = min(max(self._usable_bytes(), self._floor), self.budget_bytes)
-                plan = self._planner(trace, hardware, usable)
-        return checked(trace, plan), hardware
+            if self._brim is None or self._given is not None:
+                plan = self._given or self._planner(trace, hardware, self.budget_bytes)
+                plan = checked(trace, plan)
+                return _Found(plan, lower(trace, plan, hardware), hardware, self._brim, 0, ())
+            return self._find_arranged(trace, hardware, copy.copy(self._brim))
 
-    def _adopt(self, trace: Trace, plan: Plan, hardware: Hardware) -> None:
-        schedule = lower(trace, plan, hardware)
+    def _find_arranged(self, trace: Trace, hardware: Hardware, brim: Brim) -> _Found:
+        """The plan that fills most of the budget without its memory falling into pieces."""
+        self._device.merge_free()
+        free_bytes = self.budget_bytes - self._device.reserved_bytes() - small_bytes(trace) - _SPARE_BYTES
+        arena_bytes = max(0, free_bytes // _PAGE_BYTES * _PAGE_BYTES)
+        pieces = (arena_bytes, *self._device.free_pieces())
+        found: _Found | None = None
+        while True:
+            # Near the floor a plan that makes the allocator work for its room is better than none.
+            usable = min(max(brim.usable_bytes, self._floor), self.budget_bytes)
+            try:
+                plan = checked(trace, self._planner(trace, hardware, usable))
+            except BudgetError:
+                if found is None:
+                    raise
+                return found
+            schedule = lower(trace, plan, hardware)
+            spacers = find_spacers(trace, schedule, pieces) if schedule.instructions else ()
+            found = _Found(plan, schedule, hardware, copy.copy(brim), arena_bytes, spacers)
+            if spacers is not None or not brim.arranged or usable <= self._floor or not brim.lower():
+                return found
+
+    def _adopt(self, trace: Trace, found: _Found) -> None:
+        plan, schedule, hardware = found.plan, found.schedule, found.hardware
+        self._brim = found.brim
         peak = check_schedule(trace, schedule)
         if peak > self.budget_bytes:
             raise BudgetError(
@@ -449,7 +487,9 @@ class Room:
         self._predict(trace, schedule, hardware)
         self.plan = plan
         self._schedule = schedule
-        self._program = Program(trace, schedule)
+        self._program = Program(trace, schedule, spacers=found.spacers or ())
+        if schedule.instructions and found.spacers is not None:
+            self._device.map_free(found.arena_bytes)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
@@ -472,7 +512,7 @@ class Room:
                     self._following.refused(run.inner)
                 self._ran_out(run.inner, error)
             if self._brim is not None:
-                self._brim.after_failure()
+                self._brim.after_failure(arranged=False)
             if self._following is not None:
                 self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
                 self._following.ran_out(run.inner)
@@ -483,8 +523,12 @@ class Room:
         self._may_idle = False
         self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
         if self._brim is not None and self.trace is not None:
-            self._brim.after_failure()
+            self._brim.after_failure(arranged=True)
             self._plan_for(self.trace)
+        error.add_note(
+            "legroom's plan for this step did not fit, and there is a smaller one now. What this step was to do is "
+            "lost; the next can go on"
+        )
 
     def _look_at_pieces(self) -> bool:
         """Whether another plan was made because the allocator can give more, or less, than was thought."""
@@ -494,16 +538,10 @@ class Room:
             return False
         retries, self._retries = self._retries, self._device.retries()
         rearranged = self._retries > retries and self._planned > 1
-        if not self._brim.after_step(
-            rearranged=rearranged,
-            reserved_bytes=self._device.reserved_bytes(),
-            peak_bytes=self.timeline.peak_bytes,
-        ):
+        if not self._brim.after_step(rearranged=rearranged):
             return False
-        if rearranged:
-            self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
+        self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
         self._calibrations = 0
-        self._device.merge_free()  # what was left in pieces would go on being in pieces
         self._plan_for(self.trace)
         return True
 
@@ -517,7 +555,10 @@ class Room:
         if not self._pace.hear(timeline.seconds):
             return False
         fits, self._host_fits = self._host_fits, MOST_HOST_FITS
-        factor = host_factor(trace, self._schedule, self._hardware(), timeline.seconds * self._pace.factor)
+        if self._pace.starved:
+            factor = host_factor(trace, self._schedule, self._hardware(), timeline.seconds * self._pace.factor)
+        else:  # what the step takes beyond what was simulated, the device takes
+            factor = fast_enough(trace, self._schedule, self._hardware())
         if abs(factor - 1.0) < _SAME_HOST:
             return False
         self._host_factor *= factor
@@ -529,15 +570,14 @@ class Room:
         if self._given is not None:
             return False
         before = self.timeline.seconds
-        found, hardware = self._find_plan(trace)
-        if simulate(trace, lower(trace, found, hardware), hardware).seconds > before * _WORTH_ANOTHER:
+        found = self._find_plan(trace)
+        if simulate(trace, found.schedule, found.hardware).seconds > before * _WORTH_ANOTHER:
             return False
-        self._adopt(trace, found, hardware)
+        self._adopt(trace, found)
         self._host_fits = fits + 1
         self._calibrations = 0
         if self._brim is not None:
             self._brim.new_plan()
-            self._device.merge_free()
         return True
 
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
@@ -583,6 +623,8 @@ class Room:
             return
         self._measured_curve = tuple(segment.measured_peak_bytes for segment in run.curve.segments)
         predicted = [memory.peak_bytes for memory in self.timeline.memory]
+        if self._program is not None:
+            predicted = [nbytes + self._program.spaced_bytes(tick) for tick, nbytes in enumerate(predicted)]
         self._calibrated = max(self._measured_curve) == self.timeline.peak_bytes and all(
             m <= p for m, p in zip(self._measured_curve, (self.trace.head_peak_bytes, *predicted), strict=True)
         )
@@ -622,6 +664,9 @@ class Room:
         predicted_curve: tuple[int, ...] = ()
         if trace is not None and timeline is not None:
             predicted_curve = (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
+            if self._program is not None and self._program.spacers:
+                spaced = [self._program.spaced_bytes(tick) for tick in range(len(timeline.memory))]
+                predicted_curve = tuple(map(sum, zip(predicted_curve, (0, *spaced), strict=True)))
         recent = self._seconds[-50:]
         if timeline is not None:
             self._pace.hear(timeline.seconds)
@@ -681,7 +726,10 @@ class Step:
         try:
             run.begin()
             if isinstance(run, PlannedStep | IdleStep) and self._room._steady and run.census is None:
-                self._room._pace.begin(self._room._device)
+                pace, device = self._room._pace, self._room._device
+                pace.begin(device)
+                if run.executor is not None:
+                    run.executor.at_backward = partial(pace.mark, device)
         except BaseException:
             self._leave(run, failed=True)
             raise

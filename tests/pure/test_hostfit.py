@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from legroom.hardware import PRESETS, HostCosts
-from legroom.hostfit import FASTEST, SLOWEST, host_factor, with_host
+from legroom.hostfit import FASTEST, SLOWEST, fast_enough, host_factor, with_host
 from legroom.ir import Trace
 from legroom.planners import named
 from legroom.schedule import lower
@@ -54,3 +54,26 @@ def test_no_step_is_too_slow_to_be_explained() -> None:
 
     assert host_factor(trace, schedule, MACHINE, 1e3) == SLOWEST
     assert host_factor(trace, schedule, MACHINE, 1e-9) == FASTEST
+
+
+def test_a_host_that_nobody_waited_for_is_as_fast_as_that_takes() -> None:
+    trace = make_trace(3, forward=40)
+    trace = replace(trace, ops=tuple(replace(op, seconds=1e-4, issue_seconds=3e-5) for op in trace.ops))
+    slow = MACHINE.scaled_host(40.0)
+    schedule = lower(trace, named("auto")(trace, MACHINE, int(trace.peak_bytes * 0.8)), MACHINE)
+    assert schedule.instructions
+    factor = fast_enough(trace, schedule, slow)
+
+    def seconds(factor: float) -> float:
+        return simulate(with_host(trace, factor), schedule, slow.scaled_host(factor)).seconds
+
+    assert FASTEST < factor < 1.0
+    assert seconds(factor) == pytest.approx(seconds(FASTEST), rel=3e-3)
+    assert seconds(factor * 1.1) > seconds(FASTEST) * 1.002
+
+
+def test_a_host_that_is_fast_enough_already_stays_as_it_is() -> None:
+    trace = host_bound(0.0)
+    schedule = lower(trace, named("none")(trace, MACHINE, 2 * trace.peak_bytes), MACHINE)
+
+    assert fast_enough(trace, schedule, MACHINE) == 1.0

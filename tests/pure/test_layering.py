@@ -29,6 +29,7 @@ ORDER = (
     "kernels",
     "packing",
     "schedule",
+    "arrange",
     "timeline",
     "simulate",
     "hostfit",

@@ -24,9 +24,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.reached = 0.0
+        self.drained = False
 
     def stamp(self) -> Moment:
         return Moment(self.now, self)
+
+    def drain(self) -> None:
+        self.drained = True
 
 
 def run(pace: Pace, clock: Clock, seconds: list[float]) -> None:
@@ -77,3 +81,42 @@ def test_nonsense_is_bounded() -> None:
     assert pace.factor == 1.0
     pace.hear(0.1)
     assert pace.factor == 3.0
+
+
+@pytest.mark.parametrize(
+    ("host_seconds", "waits"),
+    [(0.06, False), (0.099, False), (0.1, True), (0.13, True)],
+)
+def test_a_device_that_is_behind_did_not_wait_for_the_host(host_seconds: float, waits: bool) -> None:
+    """Steps of 100 ms on the device; the host takes so long for each, and the device waits where it is slower."""
+    host, device = 5.0, Clock()
+    pace = Pace(lambda: host)
+    for _ in range(TIMED_STEPS):
+        device.now = max(device.now, host)
+        pace.begin(device)  # type: ignore[arg-type]
+        for part in (0.3, 0.7):  # forward, backward
+            host += part * host_seconds
+            device.now = max(device.now + part * 0.1, host)
+            pace.mark(device)  # type: ignore[arg-type]
+        pace.end(device)  # type: ignore[arg-type]
+    device.reached = device.now
+    assert device.drained
+    assert pace.starved
+    assert pace.hear(0.09)
+    assert pace.starved is waits
+
+
+def test_waiting_in_forward_alone_is_waiting() -> None:
+    host, device = 0.0, Clock()
+    pace = Pace(lambda: host)
+    for _ in range(TIMED_STEPS):
+        device.now = max(device.now, host)
+        pace.begin(device)  # type: ignore[arg-type]
+        for on_host, on_device in ((0.05, 0.03), (0.04, 0.05)):
+            host += on_host
+            device.now = max(device.now + on_device, host)
+            pace.mark(device)  # type: ignore[arg-type]
+        pace.end(device)  # type: ignore[arg-type]
+    device.reached = device.now
+    assert pace.hear(0.1)
+    assert pace.starved

@@ -11,6 +11,7 @@ host until the bytes have arrived, which is later than needed and right.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 from collections.abc import Iterable
@@ -169,6 +170,20 @@ class CudaDevice:
     def merge_free(self) -> None:
         torch.cuda.empty_cache()
 
+    def map_free(self, nbytes: int) -> None:
+        with contextlib.suppress(torch.OutOfMemoryError):  # then it is mapped as it is needed
+            self.allocate(nbytes)
+
+    def free_pieces(self) -> list[int]:
+        stream = self._compute().cuda_stream
+        return [
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if (segment["device"], segment["stream"], segment["segment_type"]) == (self.index, stream, "large")
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+
     def log(self, *, ops: bool) -> Log:
         return SampledLog(self.index, ops=ops)
 
@@ -238,6 +253,9 @@ class CudaDevice:
 
     def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
         return DeviceFingerprint(storage)
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.index)
 
     def stamp(self) -> _EventStamp:
         return _EventStamp(torch.cuda.current_stream(self.index))

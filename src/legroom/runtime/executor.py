@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunction as no_counting
 from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import TICK, mark
+from legroom.arrange import Spacer
 from legroom.errors import StepError
 from legroom.ir import Storage, Trace
 from legroom.runtime.calls import Calls, Gate, Learner, countable, counting_here, needed_ticks
@@ -30,6 +31,7 @@ from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_e
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
 
+_NONE = -2  # a storage that is none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 _MOST_OPS = 10**9  # of a step
 MOST_LESSONS = 4  # steps that could not be learned from
@@ -37,10 +39,22 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 NOT_USED = "a replay gave other bits and was not used"
 
 
+class TakeSpacer(NamedTuple):
+    tick: int
+    storage: int  # of none
+    spacer: Spacer
+
+
+class EndSpacer(NamedTuple):
+    tick: int
+    storage: int
+    spacer: Spacer
+
+
 class Ticks(NamedTuple):
     """What to do and what to expect, tick by tick."""
 
-    at: list[tuple[Instruction, ...]]
+    at: list[tuple[Instruction | TakeSpacer | EndSpacer, ...]]
     # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
     # else gets one, kept by the plan or not: if the step drifts it must be able to go.
     expected: list[tuple[bool, int, int, bool]]
@@ -52,7 +66,7 @@ def _may_have_to_go(storage: Storage) -> bool:
     return bool(storage.gaps) or (storage.kind == "activation" and storage.nbytes >= _SMALL_BYTES)
 
 
-def _also(instruction: Instruction) -> tuple[int, ...]:
+def _also(instruction: Instruction | TakeSpacer | EndSpacer) -> tuple[int, ...]:
     return instruction.also if isinstance(instruction, Replay) else ()
 
 
@@ -60,14 +74,26 @@ class Program:
     """A schedule laid out for running: made once for each plan, used by every step.
 
     reserve_bytes: where it is given, smaller tensors than the trace has are as good, and larger ones as long as they
-    are together larger by no more than this.
+    are together larger by no more than this. spacers: blocks that keep the free memory in one piece.
     """
 
-    def __init__(self, trace: Trace, schedule: Schedule, *, reserve_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        schedule: Schedule,
+        *,
+        reserve_bytes: int | None = None,
+        spacers: Sequence[Spacer] = (),
+    ) -> None:
         self.trace = trace
         self.reserve_bytes = reserve_bytes
         self.idle = not schedule.instructions
-        self._instructions: dict[int, list[Instruction]] = {}
+        self.spacers = tuple(spacers)
+        self._instructions: dict[int, list[Instruction | TakeSpacer | EndSpacer]] = {}
+        for spacer in spacers:  # those that end go first: what they leave may be what the others are to take
+            self._instructions.setdefault(spacer.until, []).append(EndSpacer(spacer.until, _NONE, spacer))
+        for spacer in spacers:
+            self._instructions.setdefault(spacer.tick, []).append(TakeSpacer(spacer.tick, _NONE, spacer))
         for instruction in schedule.instructions:
             self._instructions.setdefault(instruction.tick, []).append(instruction)
         self.all_ticks = self._ticks(range(len(trace.ticks)))
@@ -82,6 +108,10 @@ class Program:
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    def spaced_bytes(self, tick: int) -> int:
+        """What spacers take in the segment after a tick."""
+        return sum(spacer.nbytes for spacer in self.spacers if spacer.tick <= tick < spacer.until)
 
     # For learning, and not before: plans that follow an input are made between two steps.
 
@@ -191,6 +221,7 @@ class Executor:
         self._others_known = others
         self._others: list[Program] | None = None
         self._excess_bytes = 0
+        self._spaced: dict[Spacer, torch.Tensor] = {}
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
         self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
@@ -202,6 +233,7 @@ class Executor:
         self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
         self._stop = _MOST_OPS
+        self.at_backward: Callable[[], None] | None = None  # called when it begins
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
 
@@ -384,6 +416,7 @@ class Executor:
         """However it ended. Its graph may live on, but takes up no other plan, and the real bytes of replays that never
         came, as after a step that failed, are given back."""
         self._others = []
+        self._spaced.clear()
         for check in self._checked.values():
             check.drop()
         self._checked.clear()
@@ -418,7 +451,9 @@ class Executor:
                 for instruction in self._at[tick]:
                     entry = self.entries.get(instruction.storage)
                     if entry is not None and entry.views:
-                        self._do(instruction, entry)
+                        self._do(instruction, entry)  # type: ignore[arg-type]
+                    elif instruction.storage == _NONE:
+                        self._space(instruction)  # type: ignore[arg-type]
             if self.census is not None:
                 self.census.note_deaths()
         return tick
@@ -446,6 +481,16 @@ class Executor:
                 if not entry.in_memory:
                     tape = instruction.tick * self._storages + entry.number if not self.switched else -1
                     self._bring_back(entry, instruction.also, tape=tape)
+
+    def _space(self, instruction: TakeSpacer | EndSpacer) -> None:
+        spacer = instruction.spacer
+        if isinstance(instruction, EndSpacer):
+            self._spaced.pop(spacer, None)
+            return
+        try:
+            self._spaced[spacer] = self.ledger.device.allocate(spacer.nbytes)
+        except torch.OutOfMemoryError:
+            self.fallbacks["no room for a block that keeps free memory in one piece"] += 1
 
     def _drop(self, entry: Entry) -> None:
         if not entry.in_memory:
@@ -598,6 +643,8 @@ class Executor:
 
     def backward_begins(self) -> None:
         self.lineage.forget_forward()
+        if self.at_backward is not None:
+            self.at_backward()
 
     def backward_ended(self) -> None:
         """What another backward may replay must not be written unseen from now on."""
@@ -614,6 +661,7 @@ class Executor:
     def drift(self, why: str) -> None:
         self.fallbacks[f"drift: {why}"] += 1
         self._busy = True
+        self._spaced.clear()
         if isinstance(self._calls, Gate):
             self._calls.give_up()
         self.reactive = Shelter(self.ledger, self.device_type, recorder=None, census=None, kept=self.kept())
@@ -639,6 +687,7 @@ class Executor:
                 self._calls.give_up()
             self.program, self.switched, self._learning = program, True, False
             self._recorded, self._excess_bytes = {}, self._excess_of(program)
+            self._spaced.clear()
             self._follow(program.all_ticks)
             with no_dispatch():
                 for number in away:

@@ -1,55 +1,92 @@
-"""How long planned steps take on the device, against what was simulated.
+"""How long planned steps take on the device, against what was simulated, and whether it waited for the host.
 
 Op times come from a recorded step, in which the device idles between ops and runs at another clock than under load,
 and from which the host's share is missing. The first steps of a settled plan are timed, by events on the device where
 it has a stream; what is predicted for later steps is multiplied by what came out.
+
+Whether the host or the device is slower than thought shows in how far the device is behind: a host that is faster gets
+ahead until the queue is full (half a step, on a GPT of 24 layers on an H200), and a device that has caught up waits.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 from legroom.runtime.device import Device, Stamp
 
 TIMED_STEPS = 8
 _LEAST, _MOST = 0.5, 3.0  # beyond that something else went on than the step that was simulated
+_AHEAD_AFTER = 4  # steps: to get ahead takes a while
+_AHEAD = 0.02  # of the step's time: a device that is less behind is as good as waiting
+
+
+class _Mark(NamedTuple):
+    stamp: Stamp
+    host_seconds: float
 
 
 class Pace:
     """The factor between measured and simulated seconds, from the last plan whose steps were timed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.factor = 1.0
-        self._open: deque[tuple[Stamp, Stamp]] = deque()
+        self.starved = True  # whether the device had to wait for the host, as far as is known
+        self._clock = clock
+        self._zero: _Mark | None = None  # when the device was not behind
+        self._open: deque[list[_Mark]] = deque()  # of a step: its beginning, where backward began, its end
         self._seconds: list[float] = []
-        self._begun: Stamp | None = None
+        self._behind: list[float] = []  # seconds; of each of the later steps, the least at its marks
+        self._marks: list[_Mark] = []
         self._steps = 0
 
     def new_plan(self) -> None:
         """Time again. Until then the factor of the plan before is the best guess."""
         self._open.clear()
         self._seconds.clear()
-        self._begun = None
+        self._behind.clear()
+        self._marks = []
         self._steps = 0
 
     def begin(self, device: Device) -> None:
         if self._steps < TIMED_STEPS:
-            self._begun = device.stamp()
+            if self._steps == 0:
+                device.drain()
+                stamp = device.stamp()
+                self._zero = _Mark(stamp, self._clock()) if stamp is not None else None
+            self._marks = []
+            self.mark(device)
+
+    def mark(self, device: Device) -> None:
+        """A moment inside a step that is timed, such as the beginning of backward."""
+        if self._steps < TIMED_STEPS and (stamp := device.stamp()) is not None:
+            self._marks.append(_Mark(stamp, self._clock()))
 
     def end(self, device: Device) -> None:
-        begun, self._begun = self._begun, None
-        ended = device.stamp() if begun is not None else None
-        if begun is not None and ended is not None:
+        marks, self._marks = self._marks, []
+        if marks and self._steps < TIMED_STEPS and (stamp := device.stamp()) is not None:
             self._steps += 1
-            self._open.append((begun, ended))
+            self._open.append([*marks, _Mark(stamp, self._clock())])
 
     def hear(self, simulated_seconds: float) -> bool:
         """Read what has arrived; once all of it has, the factor is another one. Whether it has."""
-        while self._open and (seconds := self._open[0][1].seconds_since(self._open[0][0])) is not None:
-            self._open.popleft()
+        while self._open and (seconds := self._open[0][-1].stamp.seconds_since(self._open[0][0].stamp)) is not None:
+            marks = self._open.popleft()
             self._seconds.append(seconds)
+            if len(self._seconds) > _AHEAD_AFTER:
+                self._behind.append(min(self._seconds_behind(mark) for mark in marks))
         known = len(self._seconds) == TIMED_STEPS and simulated_seconds > 0.0
         if known:
-            self.factor = min(max(statistics.median(self._seconds) / simulated_seconds, _LEAST), _MOST)
+            median = statistics.median(self._seconds)
+            self.factor = min(max(median / simulated_seconds, _LEAST), _MOST)
+            # Of most steps: one that is measured, or checks a replay, stops the device and the host gets ahead anew.
+            self.starved = statistics.median(self._behind) < median * _AHEAD
         return known
+
+    def _seconds_behind(self, mark: _Mark) -> float:
+        assert self._zero is not None
+        reached = mark.stamp.seconds_since(self._zero.stamp)
+        return (reached or 0.0) - (mark.host_seconds - self._zero.host_seconds)

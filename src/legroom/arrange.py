@@ -1,0 +1,425 @@
+"""Where a planned step's memory falls, and how to keep the free memory in one piece.
+
+PyTorch's allocator puts a request into the smallest free block that it fits into. A step in which small tensors come
+and go leaves holes, and the largest request of the step, such as the gradient of the logits, may fit into none of them
+though all holes together are twice as large. The allocator then stops the device to map its pages anew, in every step
+(22 ms of 150 on an H200), or ends the step with an error.
+
+A step makes the same requests every time, so what happens can be worked out: those of forward and of the plan are known
+one by one, those of backward by how the level moves between two ticks. Where a request finds no hole, a *spacer* helps:
+a block that nobody uses, taken at one tick and given back at a later one, so that what is allocated meanwhile falls
+elsewhere, and the hole that is missing stays whole. Spacers are found by trial: each one is tried on the whole step,
+and those that let it come furthest stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from legroom.ir import Trace
+from legroom.schedule import Drop, Prefetch, Release, Replay, Schedule, memory_curve
+
+_NOISE_BYTES = 2**19
+_LARGE_BYTES = 2**20  # smaller requests have pages of their own
+_MOST_TRIAL_EVENTS = 6_000_000  # that all trials go through together: 1 to 5 s
+_WINDOWS = 12  # stretches of memory that a request might have had, tried in order of how much stands in them
+_MOST_SPACERS = 6
+_SHARES = (0.5, 0.3, 0.3, 0.3)  # of the trials that are left, for the arrangements that came furthest
+_FROM_THE_BEGINNING = (1.0, 0.97, 0.93, 0.85, 0.7, 0.5)
+
+
+class Spacer(NamedTuple):
+    """A block that is taken at a tick and given back at a later one, before the instructions of either."""
+
+    tick: int
+    until: int
+    nbytes: int
+
+
+class Event(NamedTuple):
+    """What an allocator hears of a step: nbytes > 0: a request; 0: the block goes; -1: tick number `key` begins."""
+
+    key: int
+    nbytes: int
+
+
+class _Stop(NamedTuple):
+    """Where a trial ended: a request that found no hole."""
+
+    place: int  # in the events
+    tick: int
+    nbytes: int
+    largest_bytes: int  # of the holes
+    blocks: dict[int, tuple[int, int]]  # key -> address, bytes
+    born: dict[int, tuple[int, int]]  # key -> tick, bytes of the hole that it was put into
+    holes: list[tuple[int, int]]  # address, bytes
+
+
+class Arena:
+    """Free memory, and best fit as PyTorch's allocator does it."""
+
+    def __init__(self, pieces: Iterable[int]) -> None:
+        """pieces: what is free at the beginning, in bytes; they do not touch."""
+        self._size_at: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}  # by where it ends
+        self._by_size: list[tuple[int, int]] = []
+        start = 0
+        for nbytes in pieces:
+            if nbytes > 0:
+                self._add(start, nbytes)
+                start += nbytes + 1
+
+    def _add(self, start: int, nbytes: int) -> None:
+        self._size_at[start] = nbytes
+        self._start_of[start + nbytes] = start
+        insort(self._by_size, (nbytes, start))
+
+    def _remove(self, start: int) -> int:
+        nbytes = self._size_at.pop(start)
+        del self._start_of[start + nbytes]
+        del self._by_size[bisect_left(self._by_size, (nbytes, start))]
+        return nbytes
+
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """The address, and how large the hole was; None where no hole is large enough."""
+        place = bisect_left(self._by_size, (nbytes, -1))
+        if place == len(self._by_size):
+            return None
+        hole_bytes, start = self._by_size[place]
+        self._remove(start)
+        if hole_bytes > nbytes:
+            self._add(start + nbytes, hole_bytes - nbytes)
+        return start, hole_bytes
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        if start + nbytes in self._size_at:
+            nbytes += self._remove(start + nbytes)
+        before = self._start_of.get(start)
+        if before is not None:
+            nbytes += self._remove(before)
+            start = before
+        self._add(start, nbytes)
+
+    def holes(self) -> list[tuple[int, int]]:
+        return sorted(self._size_at.items())
+
+    def largest_bytes(self) -> int:
+        return self._by_size[-1][0] if self._by_size else 0
+
+
+def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[int]) -> tuple[Spacer, ...] | None:
+    """Spacers with which the step finds room for all its requests; None where none were found.
+
+    pieces: the free memory at the beginning of a step. The step's peak is no higher with spacers.
+    """
+    events = list(requests(trace, schedule))
+    peaks = [peak_bytes for _, _, peak_bytes in memory_curve(trace, schedule)]
+    most_bytes = max((trace.head_peak_bytes, *peaks))
+    trials = max(20, _MOST_TRIAL_EVENTS // max(1, len(events)))
+    first = _trial(events, pieces, ())
+    if first is None:
+        return ()
+    beam: list[tuple[_Stop, tuple[Spacer, ...]]] = [(first, ())]
+    for _ in range(_MOST_SPACERS):
+        found: dict[tuple[int, int], tuple[_Stop, tuple[Spacer, ...]]] = {}
+        for share, (stop, spacers) in zip(_SHARES, beam, strict=False):
+            left = int(trials * share)
+            spaced = [peak + _spaced(spacers, tick) for tick, peak in enumerate(peaks)]
+            free_bytes = [most_bytes - nbytes for nbytes in itertools.accumulate(spaced, max)]
+            for spacer in _candidates(stop, free_bytes):
+                if left == 0:
+                    break
+                if max(spaced[spacer.tick : spacer.until]) + spacer.nbytes > most_bytes:
+                    continue
+                left -= 1
+                trials -= 1
+                after = _trial(events, pieces, (*spacers, spacer))
+                if after is None:
+                    return (*spacers, spacer)
+                if _came(after) > _came(stop):
+                    found.setdefault(_came(after), (after, (*spacers, spacer)))
+        beam = [found[came] for came in sorted(found, reverse=True)[: len(_SHARES)]]
+    return None
+
+
+def _came(stop: _Stop) -> tuple[int, int]:
+    """How far."""
+    return stop.place, stop.largest_bytes
+
+
+def small_bytes(trace: Trace) -> int:
+    """The most that requests too small for the arena take at once: at a guess, gradients being unknown."""
+    gradients = sum(s.nbytes for s in trace.storages if s.kind == "parameter" and s.nbytes <= _LARGE_BYTES)
+    level = most = 0
+    live: dict[int, int] = {}
+    for key, nbytes in requests(trace, Schedule((), "")):
+        if 0 < nbytes <= _LARGE_BYTES:
+            level += nbytes
+            most = max(most, level)
+            live[key] = nbytes
+        elif nbytes == 0:
+            level -= live.pop(key, 0)
+    return gradients + most
+
+
+def _spaced(spacers: Sequence[Spacer], tick: int) -> int:
+    return sum(spacer.nbytes for spacer in spacers if spacer.tick <= tick < spacer.until)
+
+
+def _trial(events: Sequence[Event], pieces: Sequence[int], spacers: Sequence[Spacer]) -> _Stop | None:
+    """Where the step's requests end for want of a hole; None where they all find one."""
+    arena = Arena(pieces)
+    taken: dict[int, list[Spacer]] = defaultdict(list)
+    ended: dict[int, list[Spacer]] = defaultdict(list)
+    for spacer in spacers:
+        taken[spacer.tick].append(spacer)
+        ended[spacer.until].append(spacer)
+    spaced: dict[Spacer, int] = {}
+    blocks: dict[int, tuple[int, int]] = {}
+    born: dict[int, tuple[int, int]] = {}
+    tick = -1
+    for place, (key, nbytes) in enumerate(events):
+        if nbytes < 0:
+            tick = key
+            for spacer in ended.get(tick, ()):
+                if spacer in spaced:
+                    arena.give_back(spaced.pop(spacer), spacer.nbytes)
+            for spacer in taken.get(tick, ()):
+                got = arena.take(spacer.nbytes)
+                if got is None:
+                    return _stopped(place, tick, spacer.nbytes, arena, blocks, born)
+                spaced[spacer] = got[0]
+        elif nbytes > _LARGE_BYTES:
+            got = arena.take(nbytes)
+            if got is None:
+                return _stopped(place, tick, nbytes, arena, blocks, born)
+            blocks[key] = got[0], nbytes
+            born[key] = tick, got[1]
+        elif nbytes == 0 and key in blocks:
+            arena.give_back(*blocks.pop(key))
+            del born[key]
+    return None
+
+
+def _stopped(
+    place: int,
+    tick: int,
+    nbytes: int,
+    arena: Arena,
+    blocks: dict[int, tuple[int, int]],
+    born: dict[int, tuple[int, int]],
+) -> _Stop:
+    return _Stop(place, tick, nbytes, arena.largest_bytes(), blocks, born, arena.holes())
+
+
+def _candidates(stop: _Stop, free_bytes: Sequence[int]) -> Iterator[Spacer]:
+    """Spacers that might have kept a stretch of memory free for the request that found none.
+
+    free_bytes: what the steps have left, up to and with each tick.
+    """
+    windows = _windows(stop)[:_WINDOWS]
+    seen: set[Spacer] = set()
+    # One that stands from the beginning leaves so little that everything up to its end falls close together.
+    for until in sorted({stop.tick, *(stop.born[key][0] for keys in windows for key in keys)}, reverse=True):
+        for share in _FROM_THE_BEGINNING:
+            nbytes = int(free_bytes[until - 1] * share) // 512 * 512 if until > 0 else 0
+            if nbytes > _LARGE_BYTES:
+                seen.add(Spacer(0, until, nbytes))
+                yield Spacer(0, until, nbytes)
+    for keys in windows:
+        for key in keys:
+            tick, hole_bytes = stop.born[key]
+            own_bytes = stop.blocks[key][1]
+            wanted = stop.nbytes
+            for nbytes in (own_bytes, wanted - own_bytes, wanted, wanted // 2, hole_bytes, hole_bytes - own_bytes):
+                for until in (tick + 1, tick + 2, stop.tick):
+                    spacer = Spacer(max(0, tick), until, nbytes // 512 * 512)
+                    if nbytes > _LARGE_BYTES and until > spacer.tick and spacer not in seen:
+                        seen.add(spacer)
+                        yield spacer
+
+
+def _windows(stop: _Stop) -> list[list[int]]:
+    """The blocks that stand in a stretch of memory large enough for the request, those with the fewest bytes first."""
+    pieces: list[tuple[int, int, int | None]] = [(start, nbytes, None) for start, nbytes in stop.holes]
+    pieces += [(start, nbytes, key) for key, (start, nbytes) in stop.blocks.items()]
+    pieces.sort(key=lambda piece: piece[0])
+    found: list[tuple[int, list[int]]] = []
+    for first in range(len(pieces)):
+        total = standing = 0
+        keys: list[int] = []
+        for start, nbytes, key in pieces[first:]:
+            if start != pieces[first][0] + total:
+                break  # the edge of a piece, or a spacer
+            total += nbytes
+            if key is not None:
+                keys.append(key)
+                standing += nbytes
+            if total >= stop.nbytes:
+                break
+        if total >= stop.nbytes and keys:
+            found.append((standing, keys))
+    return [keys for _, keys in sorted(found, key=lambda window: window[0])]
+
+
+class _Program:
+    """What the program itself holds, with everything kept, as far as a trace tells."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._alive: dict[int, int] = {}
+        self._read: dict[int, None] = {}  # those that no op reads again: they go when the level says so
+        self._unknown: list[Event] = []
+        self._next_key = len(trace.storages)
+        self.known_bytes = sum(storage.nbytes for storage in trace.storages if storage.persistent)
+
+    def nameless(self, nbytes: int) -> Event:
+        self._next_key += 1
+        return Event(self._next_key, nbytes)
+
+    def makes(self, storage: int, most_bytes: int) -> Iterator[Event]:
+        """A storage is allocated, and that is no more than so much in all: what was read for the last time may go."""
+        nbytes = self._trace.storages[storage].nbytes
+        yield from self._lets_go(self.known_bytes + nbytes - most_bytes)
+        self._alive[storage] = nbytes
+        self.known_bytes += nbytes
+        yield Event(storage, nbytes)
+
+    def has_read(self, storage: int) -> None:
+        if storage in self._alive:
+            self._read[storage] = None
+
+    def frees(self, storage: int) -> Iterator[Event]:
+        self._read.pop(storage, None)
+        if storage in self._alive:
+            self.known_bytes -= self._alive.pop(storage)
+            yield Event(storage, 0)
+
+    def stands_at(self, level_bytes: int, *, backward: bool) -> Iterator[Event]:
+        """So much is alive now. Backward allocates what no op of the trace is known to."""
+        yield from self._lets_go(self.known_bytes - level_bytes)
+        while self._unknown and self.known_bytes - level_bytes >= _NOISE_BYTES:
+            key, nbytes = self._unknown.pop()
+            self.known_bytes -= nbytes
+            yield Event(key, 0)
+        if backward and level_bytes - self.known_bytes >= _NOISE_BYTES:
+            event = self.nameless(level_bytes - self.known_bytes)
+            self._unknown.append(event)
+            self.known_bytes += event.nbytes
+            yield event
+
+    def _lets_go(self, excess_bytes: int) -> Iterator[Event]:
+        while excess_bytes >= _NOISE_BYTES and self._read:
+            fitting = [s for s in self._read if self._alive[s] <= excess_bytes + _NOISE_BYTES]
+            if not fitting:
+                return
+            storage = max(fitting, key=self._alive.__getitem__)
+            excess_bytes -= self._alive[storage]
+            yield from self.frees(storage)
+
+
+def requests(trace: Trace, schedule: Schedule) -> Iterator[Event]:
+    """What a step under this schedule asks of the allocator, in order.
+
+    When a temporary goes, and what backward allocates, is not in the trace, but how the level moves is: a temporary
+    that was read for the last time goes when there would be too much otherwise, and what the level has gained in
+    backward from one tick to the next is taken for one block.
+    """
+    storages, ticks = trace.storages, trace.ticks
+    born, read, goes = _lives(trace)
+    instructions = defaultdict(list)
+    for instruction in schedule.instructions:
+        instructions[instruction.tick].append(instruction)
+    program = _Program(trace)
+    op = 0
+    backward = False
+    for number in range(len(ticks) + 1):
+        last = number == len(ticks)
+        most_bytes = ticks[number - 1].peak_bytes if number > 0 else trace.head_peak_bytes
+        while op < (len(trace.ops) if last else ticks[number].op):
+            for storage in born.get(op, ()):
+                yield from program.makes(storage, most_bytes)
+            if not backward and trace.ops[op].workspace_bytes > 0:
+                workspace = program.nameless(trace.ops[op].workspace_bytes)
+                yield workspace
+                yield Event(workspace.key, 0)
+            for storage in read.get(op, ()):
+                program.has_read(storage)
+            op += 1
+        for storage in goes.get(number, ()):
+            yield from program.frees(storage)
+        if last:
+            return
+        tick = ticks[number]
+        backward = backward or tick.kind == "unpack"
+        yield from program.stands_at(tick.level_bytes, backward=backward)
+        yield Event(number, -1)
+        for instruction in instructions.get(number, ()):
+            match instruction:
+                case Release() | Drop():
+                    yield Event(instruction.storage, 0)
+                case Prefetch():
+                    yield Event(instruction.storage, storages[instruction.storage].nbytes)
+                case Replay():
+                    yield from _replayed(trace, instruction)
+        if backward:
+            after = ticks[number + 1].level_bytes if number + 1 < len(ticks) else tick.level_bytes
+            beyond = program.nameless(tick.peak_bytes - max(tick.level_bytes, after))
+            if beyond.nbytes > 0:
+                yield beyond
+                yield Event(beyond.key, 0)
+
+
+def _lives(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:
+    """Storages by the op that allocates them, by the op after which nobody reads them, and, where backward reads them,
+    by the tick by which they are gone."""
+    allocated: dict[int, int] = {}
+    used: dict[int, int] = {}
+    for op in trace.ops:
+        for storage, version in op.writes:
+            if version == 0:
+                allocated[storage] = op.id
+        for storage, _ in (*op.reads, *op.writes):
+            used[storage] = op.id
+    unpacked = {tick.storage: number for number, tick in enumerate(trace.ticks) if tick.kind == "unpack"}
+    born: dict[int, list[int]] = defaultdict(list)
+    dies: dict[int, list[int]] = defaultdict(list)
+    goes: dict[int, list[int]] = defaultdict(list)
+    for storage, op_id in allocated.items():
+        if trace.storages[storage].nbytes == 0:
+            continue
+        born[op_id].append(storage)
+        number = unpacked.get(storage)
+        if number is None:
+            if trace.storages[storage].kind != "gradient":
+                dies[used[storage]].append(storage)
+            continue
+        after = number + 1
+        while after < len(trace.ticks) and trace.ticks[after].op == trace.ticks[number].op:
+            after += 1
+        goes[after].append(storage)
+    return born, dies, goes
+
+
+def _replayed(trace: Trace, instruction: Replay) -> Iterator[Event]:
+    """What is freed again on the way has keys below zero, so that they are not those of the storages."""
+    targets = {instruction.storage, *instruction.also}
+    made: set[int] = set()
+    for place, number in enumerate(instruction.ops):
+        op = trace.ops[number]
+        later = {storage for other in instruction.ops[place + 1 :] for storage, _ in trace.ops[other].reads}
+        for storage, _ in op.writes:
+            if storage not in made:
+                made.add(storage)
+                key = storage if storage in targets else -1 - storage
+                yield Event(key, trace.storages[storage].nbytes)
+        if op.workspace_bytes > 0:
+            yield Event(-1 - len(trace.storages), op.workspace_bytes)
+            yield Event(-1 - len(trace.storages), 0)
+        for storage in [s for s in made if s not in targets and s not in later]:
+            made.remove(storage)
+            yield Event(-1 - storage, 0)
