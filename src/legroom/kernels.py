@@ -94,7 +94,7 @@ def _lean(**options: bool) -> dict[str, Any]:
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", **_lean(_nrt=False, no_cfunc_wrapper=True)}
 
 
-def _compiled(function: F) -> F:
+def compiled(function: F) -> F:
     """For functions that Python calls."""
     try:
         return cast(F, numba.njit(cache=True, **_OPTIONS)(function))
@@ -107,7 +107,7 @@ def _inner(function: F) -> F:
     return cast(F, numba.njit(**_OPTIONS, **_lean(no_cpython_wrapper=True))(function))
 
 
-@_compiled
+@compiled
 def _advance(compute: int, host: int, after_compute: int, after_host: int, issue: int) -> tuple[int, int]:
     """A run of ops on the lanes; see tables.lane_effect."""
     compute = max(compute + after_compute, host + after_host)
@@ -656,7 +656,7 @@ def run_walk(
     return max(compute, host), highest, excess
 
 
-@_compiled
+@compiled
 def lower_and_run(
     lowers: bool, runs: bool, again: bool, limit: int, codes: Codes, ahead: Ints, epoch: int,
     words: Words, ints: Ints, rates: Floats, work_words: Words, work_ints: Ints, edges: Ints,

@@ -456,8 +456,8 @@ class Room:
         self._device.merge_free()
         free_bytes = self.budget_bytes - self._device.reserved_bytes() - small_bytes(trace) - _SPARE_BYTES
         arena_bytes = max(0, free_bytes // _PAGE_BYTES * _PAGE_BYTES)
-        # Not all of it: what backward asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that fitted
-        # to the last byte did not in the step.
+        # Not all of it: what backward asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that had
+        # fitted to the last byte did not fit in the step.
         pieces = (int(arena_bytes * _CERTAIN), *self._device.free_pieces())
         found: _Found | None = None
         while True:

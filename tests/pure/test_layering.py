@@ -27,6 +27,7 @@ ORDER = (
     "sizes",
     "ladder",
     "kernels",
+    "bestfit",
     "packing",
     "schedule",
     "arrange",

@@ -117,7 +117,7 @@ def test_the_plan_ends_up_where_nothing_is_rearranged(lost_share: float, budget:
         assert device.rearranged == before, "it still has to"
     peak = report.predicted_peak_bytes
     assert peak * (1 + lost_share) <= budget
-    assert peak * (1 + lost_share) >= 0.88 * budget  # and not far below
+    assert peak * (1 + lost_share) >= 0.78 * budget  # and not far below: budgets as small as this leave a fifth
     assert device.merged <= 6
     assert report.planned_steps == STEPS - 2, report.fallbacks
     assert ("memory was in pieces: planned again for less" in report.fallbacks) == (lost_share == 0.3)

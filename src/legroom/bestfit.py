@@ -1,0 +1,93 @@
+"""Best fit over a step's requests, compiled: thousands of arrangements are tried before a plan is used."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from legroom.kernels import compiled
+
+Ints = npt.NDArray[np.int64]
+
+
+@compiled
+def _smallest(starts: Ints, sizes: Ints, count: int, nbytes: int) -> int:
+    """Which hole is the smallest that is large enough, the lowest among equals; -1 where none is."""
+    best = -1
+    for hole in range(count):
+        if sizes[hole] >= nbytes and (
+            best < 0 or sizes[hole] < sizes[best] or (sizes[hole] == sizes[best] and starts[hole] < starts[best])
+        ):
+            best = hole
+    return best
+
+
+@compiled
+def _take(starts: Ints, sizes: Ints, count: int, hole: int, nbytes: int) -> int:
+    """Take the first bytes of a hole. How many holes there are then."""
+    starts[hole] += nbytes
+    sizes[hole] -= nbytes
+    if sizes[hole] > 0:
+        return count
+    starts[hole], sizes[hole] = starts[count - 1], sizes[count - 1]
+    return count - 1
+
+
+@compiled
+def _give_back(starts: Ints, sizes: Ints, count: int, start: int, nbytes: int) -> int:
+    """Make a hole, one with those that it touches. How many holes there are then."""
+    hole = 0
+    while hole < count:
+        if starts[hole] == start + nbytes or starts[hole] + sizes[hole] == start:
+            start = min(start, starts[hole])
+            nbytes += sizes[hole]
+            count -= 1
+            starts[hole], sizes[hole] = starts[count], sizes[count]
+        else:
+            hole += 1
+    starts[count], sizes[count] = start, nbytes
+    return count + 1
+
+
+@compiled
+def _largest(sizes: Ints, count: int) -> int:
+    largest = 0
+    for hole in range(count):
+        largest = max(largest, sizes[hole])
+    return largest
+
+
+@compiled
+def how_far(
+    keys: Ints, requests: Ints, spacers: Ints, starts: Ints, sizes: Ints, count: int, blocks: Ints, least_bytes: int
+) -> tuple[int, int]:
+    """How many of a step's events go well, and the largest hole at the first that does not.
+
+    keys, requests: as arrange.Event, keys counted from 0. spacers: rows of tick, until, bytes, and room for an address.
+    starts, sizes: holes, `count` of them at the beginning, with room for one more than there are events. blocks: room
+    for an address and a size for each key. least_bytes: smaller requests are passed over.
+    """
+    rows = len(spacers) // 4
+    for place in range(len(keys)):
+        key, nbytes = keys[place], requests[place]
+        if nbytes < 0:
+            for row in range(rows):
+                if spacers[4 * row + 1] == key:
+                    count = _give_back(starts, sizes, count, spacers[4 * row + 3], spacers[4 * row + 2])
+            for row in range(rows):
+                if spacers[4 * row] == key:
+                    hole = _smallest(starts, sizes, count, spacers[4 * row + 2])
+                    if hole < 0:
+                        return place, _largest(sizes, count)
+                    spacers[4 * row + 3] = starts[hole]
+                    count = _take(starts, sizes, count, hole, spacers[4 * row + 2])
+        elif nbytes > least_bytes:
+            hole = _smallest(starts, sizes, count, nbytes)
+            if hole < 0:
+                return place, _largest(sizes, count)
+            blocks[2 * key], blocks[2 * key + 1] = starts[hole], nbytes
+            count = _take(starts, sizes, count, hole, nbytes)
+        elif nbytes == 0 and blocks[2 * key + 1] > 0:
+            count = _give_back(starts, sizes, count, blocks[2 * key], blocks[2 * key + 1])
+            blocks[2 * key + 1] = 0
+    return len(keys), 0
