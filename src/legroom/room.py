@@ -28,7 +28,7 @@ from legroom.admission import (
 )
 from legroom.arrange import Spacer, find_spacers, small_bytes
 from legroom.assembling import assemble, correct
-from legroom.brim import Brim
+from legroom.brim import UNARRANGED, Brim
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.evaluate import floor_bytes
 from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following, checked
@@ -63,6 +63,7 @@ _WORTH_ANOTHER = 0.98  # of the time that the plan before takes
 
 _PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
 _CERTAIN = 0.985
+_SLOW_SECONDS = 10.0  # for a planner: then it is not asked time and again
 _SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
 
 AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
@@ -455,25 +456,33 @@ class Room:
         """The plan that fills most of the budget without its memory falling into pieces."""
         self._device.merge_free()
         free_bytes = self.budget_bytes - self._device.reserved_bytes() - small_bytes(trace) - _SPARE_BYTES
-        arena_bytes = max(0, free_bytes // _PAGE_BYTES * _PAGE_BYTES)
-        # Not all of it: what backward asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that had
-        # fitted to the last byte did not fit in the step.
-        pieces = (int(arena_bytes * _CERTAIN), *self._device.free_pieces())
+        pieces = self._device.free_pieces()
         found: _Found | None = None
         while True:
             # Near the floor a plan that makes the allocator work for its room is better than none.
             usable = min(max(brim.usable_bytes, self._floor), self.budget_bytes)
+            began = time.perf_counter()
             try:
                 plan = checked(trace, self._planner(trace, hardware, usable))
             except BudgetError:
                 if found is None:
                     raise
                 return found
+            slow = time.perf_counter() - began > _SLOW_SECONDS
             schedule = lower(trace, plan, hardware)
-            spacers = find_spacers(trace, schedule, pieces) if schedule.instructions else ()
+            # A plan that takes less than it may needs no more than that. And not all of it is counted on: what backward
+            # asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that had fitted to the last byte
+            # did not fit in the step.
+            enough = int((check_schedule(trace, schedule) - self._base_bytes) / UNARRANGED)
+            arena_bytes = max(0, min(free_bytes, enough) // _PAGE_BYTES * _PAGE_BYTES)
+            arena = (int(arena_bytes * _CERTAIN), *pieces)
+            spacers = find_spacers(trace, schedule, arena) if schedule.instructions else ()
             found = _Found(plan, schedule, hardware, copy.copy(brim), arena_bytes, spacers)
-            if spacers is not None or not brim.arranged or usable <= self._floor or not brim.lower():
+            if spacers is not None or not brim.arranged or usable <= self._floor:
                 return found
+            brim.lower()
+            while slow and brim.arranged:  # to the one that needs no arrangement
+                brim.lower()
 
     def _adopt(self, trace: Trace, found: _Found) -> None:
         plan, schedule, hardware = found.plan, found.schedule, found.hardware
