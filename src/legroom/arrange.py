@@ -139,7 +139,7 @@ def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[int]) -> tup
             for spacer in _candidates(stop, free_bytes):
                 if left == 0:
                     break
-                if max(spaced[spacer.tick : spacer.until]) + spacer.nbytes > most_bytes:
+                if spacer in spacers or max(spaced[spacer.tick : spacer.until]) + spacer.nbytes > most_bytes:
                     continue
                 left -= 1
                 came = quick.how_far((*spacers, spacer))
@@ -281,7 +281,8 @@ def _candidates(stop: _Stop, free_bytes: Sequence[int]) -> Iterator[Spacer]:
             for nbytes in (own_bytes, wanted - own_bytes, wanted, wanted // 2, hole_bytes, hole_bytes - own_bytes):
                 for until in (tick + 1, tick + 2, stop.tick):
                     spacer = Spacer(max(0, tick), until, nbytes // 512 * 512)
-                    if nbytes > _LARGE_BYTES and until > spacer.tick and spacer not in seen:
+                    inside = spacer.tick < until < len(free_bytes)
+                    if nbytes > _LARGE_BYTES and inside and spacer not in seen:
                         seen.add(spacer)
                         yield spacer
 
@@ -452,9 +453,10 @@ def _replayed(trace: Trace, instruction: Replay) -> Iterator[Event]:
     """What is freed again on the way has keys below zero, so that they are not those of the storages."""
     targets = {instruction.storage, *instruction.also}
     made: set[int] = set()
+    # By whom last.
+    read = {storage: place for place, op in enumerate(instruction.ops) for storage, _ in trace.ops[op].reads}
     for place, number in enumerate(instruction.ops):
         op = trace.ops[number]
-        later = {storage for other in instruction.ops[place + 1 :] for storage, _ in trace.ops[other].reads}
         for storage, _ in op.writes:
             if storage not in made:
                 made.add(storage)
@@ -463,6 +465,6 @@ def _replayed(trace: Trace, instruction: Replay) -> Iterator[Event]:
         if op.workspace_bytes > 0:
             yield Event(-1 - len(trace.storages), op.workspace_bytes)
             yield Event(-1 - len(trace.storages), 0)
-        for storage in [s for s in made if s not in targets and s not in later]:
+        for storage in [s for s in made if s not in targets and read.get(s, -1) <= place]:
             made.remove(storage)
             yield Event(-1 - storage, 0)

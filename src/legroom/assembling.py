@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from legroom.curve import Curve, RunOp
@@ -119,7 +120,7 @@ def _seconds_by_signature(recorder: Recorder, curve: Curve) -> dict[tuple[str, s
     return {key: statistics.median(values) for key, values in runs.items()}
 
 
-def correct(trace: Trace, predicted: list[int], curve: Curve) -> Trace:
+def correct(trace: Trace, predicted: Sequence[int], curve: Curve) -> Trace:
     """The trace with its peaks moved to where a measured step shows them, the plan's changes taken out again.
 
     Done after the first planned steps: what runs then, without the recorder and perhaps without a mode, may allocate

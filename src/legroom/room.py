@@ -195,6 +195,8 @@ class Room:
         self._pace = Pace()
         self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
         self._host_fits = 0
+        self._plan_again = False  # before the next step: the one before ran out of memory
+        self._arena_bytes = 0  # mapped for the plan
         self._steady = False  # whether the allocator has come to terms with the plan
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
@@ -246,6 +248,10 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         self._hear_of_checks(wait=False)
+        if self._plan_again and self.trace is not None and self._following is None:
+            self._plan_again = False
+            self._base_bytes = self._setting.alive_bytes()
+            self._plan_for(self.trace)
         if self._watch is not None:
             self._watch.begin()
             if self._following is not None:
@@ -268,7 +274,7 @@ class Room:
         self._base_bytes = self._setting.alive_bytes()
         more = self._base_bytes - self._planned_base_bytes
         assert self.timeline is not None
-        if more > 0 and self.timeline.peak_bytes + more > self.budget_bytes:
+        if more > 0 and max(self._predicted_curve()) + more > self.budget_bytes:
             self._setting.fallbacks["more was alive at the start than the plan has room for: planned again"] += 1
             self._program = None
             self._sheltered_since_drift = SHELTERED_STEPS - 1
@@ -473,7 +479,7 @@ class Room:
             # A plan that takes less than it may needs no more than that. And not all of it is counted on: what backward
             # asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that had fitted to the last byte
             # did not fit in the step.
-            enough = int((check_schedule(trace, schedule) - self._base_bytes) / UNARRANGED)
+            enough = int((check_schedule(trace, schedule) - self._planned_base_bytes) / UNARRANGED)
             arena_bytes = max(0, min(free_bytes, enough) // _PAGE_BYTES * _PAGE_BYTES)
             arena = (int(arena_bytes * _CERTAIN), *pieces)
             spacers = find_spacers(trace, schedule, arena) if schedule.instructions else ()
@@ -487,6 +493,8 @@ class Room:
     def _adopt(self, trace: Trace, found: _Found) -> None:
         plan, schedule, hardware = found.plan, found.schedule, found.hardware
         self._brim = found.brim
+        if self._brim is not None:
+            self._brim.new_plan()
         peak = check_schedule(trace, schedule)
         if peak > self.budget_bytes:
             raise BudgetError(
@@ -500,8 +508,8 @@ class Room:
         self.plan = plan
         self._schedule = schedule
         self._program = Program(trace, schedule, spacers=found.spacers or ())
-        if schedule.instructions and found.spacers is not None:
-            self._device.map_free(found.arena_bytes)
+        self._arena_bytes = found.arena_bytes if schedule.instructions and found.spacers is not None else 0
+        self._map_arena()
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)
@@ -510,6 +518,20 @@ class Room:
         self._pace.new_plan()
         self._calibrated = False
         self._measured_curve = ()
+
+    def _map_arena(self) -> None:
+        if self._arena_bytes > 0:
+            self._device.map_free(self._arena_bytes)
+
+    def _predicted_curve(self) -> tuple[int, ...]:
+        """Peaks of the head and of every segment, spacers included."""
+        trace, timeline, program = self.trace, self.timeline, self._program
+        if trace is None or timeline is None:
+            return ()
+        if program is None or not program.spacers:
+            return (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
+        peaks = (memory.peak_bytes + program.spaced_bytes(tick) for tick, memory in enumerate(timeline.memory))
+        return (trace.head_peak_bytes, *peaks)
 
     def _predict(self, trace: Trace, schedule: Schedule, hardware: Hardware) -> None:
         self._floor = floor_bytes(trace)
@@ -536,11 +558,11 @@ class Room:
         self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
         if self._brim is not None and self.trace is not None:
             self._brim.after_failure(arranged=True)
-            self._plan_for(self.trace)
-        error.add_note(
-            "legroom's plan for this step did not fit, and there is a smaller one now. What this step was to do is "
-            "lost; the next can go on"
-        )
+            self._plan_again = True  # not now: what the step has made is still there, held by the error
+            error.add_note(
+                "legroom's plan for this step did not fit, and the next step gets a smaller one. What this step was to "
+                "do is lost"
+            )
 
     def _look_at_pieces(self) -> bool:
         """Whether another plan was made because the allocator can give more, or less, than was thought."""
@@ -582,14 +604,16 @@ class Room:
         if self._given is not None:
             return False
         before = self.timeline.seconds
-        found = self._find_plan(trace)
-        if simulate(trace, found.schedule, found.hardware).seconds > before * _WORTH_ANOTHER:
+        try:
+            found = self._find_plan(trace)
+        except BudgetError:
+            found = None
+        if found is None or simulate(trace, found.schedule, found.hardware).seconds > before * _WORTH_ANOTHER:
+            self._map_arena()  # the search gave it back
             return False
         self._adopt(trace, found)
         self._host_fits = fits + 1
         self._calibrations = 0
-        if self._brim is not None:
-            self._brim.new_plan()
         return True
 
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
@@ -630,25 +654,25 @@ class Room:
         if self._base_bytes < self._planned_base_bytes:
             return  # less was alive at the start: nothing to learn about the step that the plan is for
         self._planned_peak = run.curve.measured_peak_bytes
-        if len(run.curve.segments) != len(self.trace.ticks) + 1:
-            self._calibrations += 1  # a graph of a step before was gone through in this one: not the plan's own curve
+        refused = run.executor is not None and run.executor.refused
+        if refused or len(run.curve.segments) != len(self.trace.ticks) + 1:
+            # No room for a spacer; or a graph of a step before was gone through in this one: not the plan's own curve.
+            self._calibrations += 1
             return
         self._measured_curve = tuple(segment.measured_peak_bytes for segment in run.curve.segments)
-        predicted = [memory.peak_bytes for memory in self.timeline.memory]
-        if self._program is not None:
-            predicted = [nbytes + self._program.spaced_bytes(tick) for tick, nbytes in enumerate(predicted)]
-        self._calibrated = max(self._measured_curve) == self.timeline.peak_bytes and all(
-            m <= p for m, p in zip(self._measured_curve, (self.trace.head_peak_bytes, *predicted), strict=True)
+        predicted = self._predicted_curve()
+        self._calibrated = max(self._measured_curve) == max(predicted) and all(
+            m <= p for m, p in zip(self._measured_curve, predicted, strict=True)
         )
         if self._calibrated:
             return
         self._calibrations += 1
-        self.trace = correct(self.trace, predicted, run.curve)
+        self.trace = correct(self.trace, predicted[1:], run.curve)
         # Seconds do not depend on levels: of the timeline, only the memory in it is another one now.
         memory = tuple(Memory(*level) for level in memory_curve(self.trace, self._schedule))
         peak = max((self.trace.head_peak_bytes, *(m.peak_bytes for m in memory)))
         self.timeline = replace(self.timeline, memory=memory, peak_bytes=peak)
-        if peak > self.budget_bytes:
+        if max(self._predicted_curve()) > self.budget_bytes:
             self._setting.fallbacks["planned again after the first planned step was measured"] += 1
             self._plan_for(self.trace)
 
@@ -673,12 +697,7 @@ class Room:
         if trace is not None and plan is not None:
             for gap, decision in zip(trace.gaps, plan.decisions, strict=True):
                 sizes[type(decision).__name__] += trace.storages[gap.storage].nbytes
-        predicted_curve: tuple[int, ...] = ()
-        if trace is not None and timeline is not None:
-            predicted_curve = (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
-            if self._program is not None and self._program.spacers:
-                spaced = [self._program.spaced_bytes(tick) for tick in range(len(timeline.memory))]
-                predicted_curve = tuple(map(sum, zip(predicted_curve, (0, *spaced), strict=True)))
+        predicted_curve = self._predicted_curve()
         recent = self._seconds[-50:]
         if timeline is not None:
             self._pace.hear(timeline.seconds)
@@ -693,7 +712,7 @@ class Room:
             budget_bytes=self.budget_bytes,
             peak_bytes=self._peak,
             planned_peak_bytes=self._planned_peak,
-            predicted_peak_bytes=timeline.peak_bytes if timeline is not None else 0,
+            predicted_peak_bytes=max(predicted_curve, default=0),
             floor_bytes=self._floor,
             predicted_curve=predicted_curve,
             measured_curve=self._measured_curve,
@@ -767,6 +786,8 @@ class Step:
         try:
             if error is None:
                 self._room._pace.end(self._room._device)
+            else:
+                self._room._pace.cancel()
         finally:
             self._leave(run, failed=error is not None)
         if error is None:

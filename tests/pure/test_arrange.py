@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from legroom.ir import Trace
 from legroom.planners import PLANNERS
 from legroom.schedule import Schedule, check_schedule, lower, memory_curve
 from legroom.traceio import load
+from tests.pure.strategies import make_trace
 
 TRACES = Path(__file__).parents[1] / "traces"
 H200 = PRESETS["h200"]
@@ -152,3 +154,31 @@ def test_small_requests_are_counted() -> None:
     trace = load(TRACES / "inception.json.gz")
     gradients = sum(s.nbytes for s in trace.storages if s.kind == "parameter" and s.nbytes <= MIB)
     assert gradients < small_bytes(trace) < gradients + 64 * MIB
+
+
+def scaled(trace: Trace, factor: int) -> Trace:
+    return replace(
+        trace,
+        storages=tuple(replace(s, nbytes=s.nbytes * factor) for s in trace.storages),
+        ops=tuple(replace(op, workspace_bytes=op.workspace_bytes * factor) for op in trace.ops),
+        ticks=tuple(
+            replace(t, level_bytes=t.level_bytes * factor, peak_bytes=t.peak_bytes * factor) for t in trace.ticks
+        ),
+        head_peak_bytes=trace.head_peak_bytes * factor,
+    )
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_arrangement_that_is_found_holds(data: st.DataObject) -> None:
+    trace = scaled(make_trace(data.draw(st.integers(0, 10**6)), forward=data.draw(st.integers(3, 30))), MIB)
+    floor = floor_bytes(trace)
+    budget = data.draw(st.integers(floor, trace.peak_bytes))
+    schedule = lower(trace, PLANNERS["capuchin"](trace, H200, budget), H200)
+    stays = sum(storage.nbytes for storage in trace.storages if storage.persistent)
+    pieces = [int((budget - stays) * data.draw(st.floats(0.9, 1.3)))]
+    spacers = find_spacers(trace, schedule, pieces)
+    if spacers is not None:
+        assert len(set(spacers)) == len(spacers)
+        assert all(0 <= s.tick < s.until < len(trace.ticks) for s in spacers)
+        assert fits(list(requests(trace, schedule)), pieces, spacers)

@@ -120,3 +120,15 @@ def test_waiting_in_forward_alone_is_waiting() -> None:
     device.reached = device.now
     assert pace.hear(0.1)
     assert pace.starved
+
+
+def test_a_step_that_failed_is_not_part_of_the_next() -> None:
+    pace, clock = Pace(), Clock()
+    pace.begin(clock)  # type: ignore[arg-type]
+    pace.cancel()
+    clock.now += 100.0
+    pace.end(clock)  # type: ignore[arg-type]
+    run(pace, clock, [0.1] * TIMED_STEPS)
+    clock.reached = clock.now
+    assert pace.hear(0.1)
+    assert pace.factor == pytest.approx(1.0)

@@ -13,6 +13,7 @@ from legroom import room as rooms
 from legroom.arrange import Spacer
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.executor import Program
+from tests.runtime.test_random_plans import random_planner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ class Noting(CpuDevice):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
         self.look = lambda: None
         self.fail = False
 
@@ -69,7 +70,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Noting:
 def built() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
-    return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-5)
 
 
 def work(model: Net, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -80,17 +81,18 @@ def work(model: Net, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def prepared(device: Noting, model: Net, optimizer: torch.optim.Optimizer) -> legroom.Room:
-    """A room whose plan has a spacer, from a tick in the middle of forward to one in backward."""
-    room = legroom.fit(model, optimizer, budget="1GiB", planner="vdnn")
+def prepared(device: Noting, model: Net, optimizer: torch.optim.Optimizer, *, to_the_end: bool = False) -> legroom.Room:
+    """A room whose plan has a spacer, from a tick in the middle of forward to one in backward, or to the end."""
+    room = legroom.fit(model, optimizer, budget="1GiB", planner=random_planner((1, 3, 2, 2), 1))
     for _ in range(4):
         with room.step():
-            work(model, optimizer, torch.ones(16, 32))
+            work(model, optimizer, torch.ones(256, 64))
     trace = room.trace
     assert trace is not None and room._program is not None
     first_unpack = next(i for i, tick in enumerate(trace.ticks) if tick.kind == "unpack")
-    spacers = [Spacer(first_unpack // 2, first_unpack + 3, NBYTES)]
+    spacers = [Spacer(first_unpack // 2, len(trace.ticks) if to_the_end else first_unpack + 3, NBYTES)]
     room._program = Program(trace, room._schedule, spacers=spacers)
+    assert not room._program.idle
     return room
 
 
@@ -101,7 +103,7 @@ def test_a_spacer_stands_from_its_tick_to_the_other(device: Noting) -> None:
         model.look = lambda: seen.append(device.alive())
         for number in range(3):
             with room.step():
-                loss = model(torch.ones(16, 32))
+                loss = model(torch.ones(256, 64))
                 loss.backward()
                 assert device.alive() == 0
                 optimizer.step()
@@ -113,12 +115,12 @@ def test_a_spacer_stands_from_its_tick_to_the_other(device: Noting) -> None:
 
 def test_the_same_bits_with_and_without(device: Noting) -> None:
     expected_model, expected_optimizer = built()
-    expected = [work(expected_model, expected_optimizer, torch.ones(16, 32)) for _ in range(8)]
+    expected = [work(expected_model, expected_optimizer, torch.ones(256, 64)) for _ in range(8)]
     model, optimizer = built()
     with prepared(device, model, optimizer) as room:
         for number in range(4):
             with room.step():
-                assert torch.equal(work(model, optimizer, torch.ones(16, 32)), expected[4 + number])
+                assert torch.equal(work(model, optimizer, torch.ones(256, 64)), expected[4 + number])
     for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
         assert torch.equal(parameter, other)
 
@@ -128,7 +130,7 @@ def test_a_step_that_fails_gives_it_back(device: Noting) -> None:
     with prepared(device, model, optimizer) as room:
         model.fail = True
         with pytest.raises(RuntimeError, match="half-way"), room.step():
-            work(model, optimizer, torch.ones(16, 32))
+            work(model, optimizer, torch.ones(256, 64))
         assert device.taken == 1 and device.alive() == 0
 
 
@@ -136,10 +138,10 @@ def test_a_step_that_drifts_gives_it_back(device: Noting) -> None:
     model, optimizer = built()
     seen: list[int] = []
     with prepared(device, model, optimizer) as room:
-        model.layers[4] = nn.Linear(32, 32, bias=False)  # between the spacer's tick and the look
+        model.layers[4] = nn.Linear(64, 64, bias=False)  # between the spacer's tick and the look
         model.look = lambda: seen.append(device.alive())
         with room.step():
-            work(model, optimizer, torch.ones(48, 32))
+            work(model, optimizer, torch.ones(300, 64))
     assert seen == [0]
 
 
@@ -148,6 +150,45 @@ def test_where_there_is_no_room_for_it_the_step_goes_on(device: Noting) -> None:
     with prepared(device, model, optimizer) as room:
         device.refuses = True
         with room.step():
-            work(model, optimizer, torch.ones(16, 32))
+            work(model, optimizer, torch.ones(256, 64))
         found = room.report().fallbacks
+        device.refuses = False
+        with room.step():
+            work(model, optimizer, torch.ones(256, 64))
     assert found["no room for a block that keeps free memory in one piece"] == 1, found
+    assert device.taken == 0, "to ask again stops a GPU in every step"
+
+
+@pytest.mark.parametrize("leaves_hooks_out", [False, True])
+def test_one_that_stands_to_the_end_goes_with_the_step(device: Noting, leaves_hooks_out: bool) -> None:
+    device.leaves_hooks_out = leaves_hooks_out
+    model, optimizer = built()
+    with prepared(device, model, optimizer, to_the_end=True) as room:
+        for number in range(3):
+            with room.step():
+                work(model, optimizer, torch.ones(256, 64))
+            assert device.taken == number + 1 and device.alive() == 0
+        assert room._program is not None and (room._program.few_ticks is not None) is leaves_hooks_out
+
+
+def test_the_report_s_curve_has_it_in(device: Noting) -> None:
+    model, optimizer = built()
+    with prepared(device, model, optimizer) as room:
+        room._calibrations, room._calibrated = 0, False  # measure once more
+        for _ in range(3):  # the first may put right what the plan's own measured steps did not see
+            with room.step():
+                work(model, optimizer, torch.ones(256, 64))
+        report = room.report()
+    assert report.predicted_peak_bytes == max(report.predicted_curve) == max(report.measured_curve) > NBYTES
+    assert room._calibrated
+
+
+def test_a_refused_one_is_not_taken_for_a_smaller_step(device: Noting) -> None:
+    model, optimizer = built()
+    with prepared(device, model, optimizer) as room:
+        room._calibrations, room._calibrated = 0, False
+        before = room.trace
+        device.refuses = True
+        with room.step():
+            work(model, optimizer, torch.ones(256, 64))
+        assert room.trace == before and not room._calibrated, "this was not the step that the plan is for"

@@ -91,6 +91,8 @@ class Program:
         self.spacers = tuple(spacers)
         self._instructions: dict[int, list[Instruction | TakeSpacer | EndSpacer]] = {}
         for spacer in spacers:  # those that end go first: what they leave may be what the others are to take
+            if spacer.until >= len(trace.ticks):
+                continue  # it ends with the step
             self._instructions.setdefault(spacer.until, []).append(EndSpacer(spacer.until, _NONE, spacer))
         for spacer in spacers:
             self._instructions.setdefault(spacer.tick, []).append(TakeSpacer(spacer.tick, _NONE, spacer))
@@ -222,6 +224,7 @@ class Executor:
         self._others: list[Program] | None = None
         self._excess_bytes = 0
         self._spaced: dict[Spacer, torch.Tensor] = {}
+        self.refused = False  # whether there was no room for a spacer
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
         self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
@@ -487,9 +490,15 @@ class Executor:
         if isinstance(instruction, EndSpacer):
             self._spaced.pop(spacer, None)
             return
+        if not self.program.spacers:
+            return
         try:
             self._spaced[spacer] = self.ledger.device.allocate(spacer.nbytes)
         except torch.OutOfMemoryError:
+            # To ask in vain stops the device, so it is not tried again; and those that were taken may be in the way.
+            self._spaced.clear()
+            self.program.spacers = ()
+            self.refused = True
             self.fallbacks["no room for a block that keeps free memory in one piece"] += 1
 
     def _drop(self, entry: Entry) -> None:

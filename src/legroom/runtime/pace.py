@@ -71,6 +71,10 @@ class Pace:
             self._steps += 1
             self._open.append([*marks, _Mark(stamp, self._clock())])
 
+    def cancel(self) -> None:
+        """The step that began did not come to its end."""
+        self._marks = []
+
     def hear(self, simulated_seconds: float) -> bool:
         """Read what has arrived; once all of it has, the factor is another one. Whether it has."""
         while self._open and (seconds := self._open[0][-1].stamp.seconds_since(self._open[0][0].stamp)) is not None:
