@@ -26,6 +26,8 @@ from legroom.hardware import PRESETS
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.inputs import PlainValues, call_of, signature_of
 from legroom.runtime.undo import Undo
+from legroom.units import parse_bytes
+from tests.runtime.test_budget import live_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -33,6 +35,12 @@ pytestmark = [
 ]
 
 Around = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture
+def others_bytes() -> int:
+    """What other tests of this process have kept: it counts in a step, and these budgets are small."""
+    return live_bytes()
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ class Counting(TorchFunctionMode):
     ids=["rounding", "rounding in little", "counting", "device"],
 )
 @pytest.mark.usefixtures("slow_link")
-def test_modes_around_the_call_are_the_programs_own(mode: Any, when: Any, budget: str) -> None:
+def test_modes_around_the_call_are_the_programs_own(mode: Any, when: Any, budget: str, others_bytes: int) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         layers = (nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 64))
@@ -90,7 +98,7 @@ def test_modes_around_the_call_are_the_programs_own(mode: Any, when: Any, budget
 
     expected = run(nullcontext, *build())
     net, optimizer = build()
-    with legroom.fit(net, optimizer, budget=budget) as room:
+    with legroom.fit(net, optimizer, budget=parse_bytes(budget) + others_bytes) as room:
         assert_same(run(room.step, net, optimizer), expected)
         followed = room.report().followed
         assert followed is not None and any(step.course == "planned" for step in followed.steps)
@@ -113,7 +121,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.usefixtures("slow_link")
-def test_a_weight_is_saved_where_something_larger_was_expected() -> None:
+def test_a_weight_is_saved_where_something_larger_was_expected(others_bytes: int) -> None:
     """What was dropped before is made from that weight, and its entry dies earlier than those."""
 
     def build() -> tuple[Tied, torch.optim.Optimizer]:
@@ -136,7 +144,7 @@ def test_a_weight_is_saved_where_something_larger_was_expected() -> None:
 
     expected = run(nullcontext, *build())
     net, optimizer = build()
-    with legroom.fit(net, optimizer, budget="1500KiB") as room:
+    with legroom.fit(net, optimizer, budget=1_536_000 + others_bytes) as room:
         assert_same(run(room.step, net, optimizer), expected)
         assert room.report().bytes_recomputed > 0
 
@@ -158,7 +166,7 @@ class Ways(nn.Module):
 
 
 @pytest.mark.parametrize("budget", ["64MiB", "6MiB"])
-def test_an_older_graph_is_gone_through_after_a_switch(budget: str) -> None:
+def test_an_older_graph_is_gone_through_after_a_switch(budget: str, others_bytes: int) -> None:
     kept, again = 1, 2
     ways = [(0, 0)] * 8 + [(1, 0)] * 10 + [(2, 0)] * 10 + [(0, 0)] * 6
     ways += [(0, kept), (1, again), (0, 0), (0, 0), (0, kept), (2, again), (0, 0), (0, kept), (0, again), (0, 0)]
@@ -188,18 +196,18 @@ def test_an_older_graph_is_gone_through_after_a_switch(budget: str) -> None:
 
     expected = run(nullcontext, build())
     net = build()
-    with legroom.fit(net, torch.optim.SGD(net.parameters(), 0.0), budget=budget) as room:
+    with legroom.fit(net, torch.optim.SGD(net.parameters(), 0.0), budget=parse_bytes(budget) + others_bytes) as room:
         assert_same(run(room.step, net), expected)
         taken = "the step is another one that is known: its plan was taken up on the way"
         assert room.report().fallbacks[taken] > 1
 
 
-def test_a_refused_step_gives_gradients_back_that_it_let_go_of() -> None:
+def test_a_refused_step_gives_gradients_back_that_it_let_go_of(others_bytes: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     refused = 0
-    with legroom.fit(net, optimizer, budget=3_000_000) as room:
+    with legroom.fit(net, optimizer, budget=3_000_000 + others_bytes) as room:
         for number, rows in enumerate([1000, 1000, 1100, 1100, 1200, 1200, 900, 900, 1000, 9000]):
             before = [p.grad.clone() if p.grad is not None else None for p in net.parameters()]
             try:

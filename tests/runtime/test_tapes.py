@@ -41,8 +41,8 @@ def test_a_tape_that_does_not_fit_changes_no_bit(
     seen: list[Program] = []
     make = Program.__init__
 
-    def watched(self: Program, *args: object) -> None:
-        make(self, *args)  # type: ignore[arg-type]
+    def watched(self: Program, *args: object, **options: object) -> None:
+        make(self, *args, **options)  # type: ignore[arg-type]
         seen.append(self)
 
     monkeypatch.setattr(Program, "__init__", watched)
