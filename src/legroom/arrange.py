@@ -2,7 +2,7 @@
 
 PyTorch's allocator puts a request into the smallest free block that it fits into. A step in which small tensors come
 and go leaves holes, and the largest request of the step, such as the gradient of the logits, may fit into none of them
-though all holes together are twice as large. The allocator then stops the device to map its pages anew, in every step
+though all holes together are larger. The allocator then stops the device to map its pages anew, in every step
 (22 ms of 150 on an H200), or ends the step with an error.
 
 A step makes the same requests every time, so what happens can be worked out: those of forward and of the plan are known
@@ -163,7 +163,7 @@ def _spread(best: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _QuickTrial:
-    """As `_trial`, for those who want to know only how far the step comes: a hundred times as fast."""
+    """As `_trial`, for those who want to know only how far the step comes: some 30 times as fast."""
 
     def __init__(self, events: Sequence[Event], pieces: Sequence[int]) -> None:
         numbers: dict[int, int] = {}

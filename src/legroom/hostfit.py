@@ -8,6 +8,7 @@ one did.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from legroom.hardware import Hardware
@@ -40,10 +41,7 @@ def host_factor(trace: Trace, schedule: Schedule, hardware: Hardware, seconds: f
         return 1.0  # the host is never waited for: the step says nothing about it
     if not fastest < seconds < slowest:
         return high if seconds >= slowest else low
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if simulated(middle) < seconds else (low, middle)
-    return high
+    return _between(low, high, lambda factor: simulated(factor) < seconds)[1]
 
 
 def fast_enough(trace: Trace, schedule: Schedule, hardware: Hardware) -> float:
@@ -52,11 +50,15 @@ def fast_enough(trace: Trace, schedule: Schedule, hardware: Hardware) -> float:
     low, high = FASTEST, 1.0
     if _simulated(trace, schedule, hardware, high) <= free * (1 + _WAITS):
         return high
+    return _between(low, high, lambda f: _simulated(trace, schedule, hardware, f) <= free * (1 + _WAITS))[0]
+
+
+def _between(low: float, high: float, is_low: Callable[[float], bool]) -> tuple[float, float]:
+    """The last factor for which it holds and the first for which it does not, close together."""
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        waits = _simulated(trace, schedule, hardware, middle) > free * (1 + _WAITS)
-        low, high = (low, middle) if waits else (middle, high)
-    return low
+        low, high = (middle, high) if is_low(middle) else (low, middle)
+    return low, high
 
 
 def _simulated(trace: Trace, schedule: Schedule, hardware: Hardware, factor: float) -> float:
