@@ -214,7 +214,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
 
 
-def conditions(arguments: Sequence[str], commit: str | None) -> dict[str, str]:
+def conditions(arguments: Sequence[str], commit: str | None, script: str = "bench/budget.py") -> dict[str, str]:
     import torch
 
     gpu = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
@@ -222,7 +222,7 @@ def conditions(arguments: Sequence[str], commit: str | None) -> dict[str, str]:
     changed = "+changes" if _said(*git, "status", "--porcelain", "src", "bench") else ""
     return {
         # Folders of the machine it ran on say nothing to others.
-        "command": shlex.join(["python", "bench/budget.py", *(Path(a).name if "/" in a else a for a in arguments)]),
+        "command": shlex.join(["python", script, *(Path(a).name if "/" in a else a for a in arguments)]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or (_said(*git, "rev-parse", "HEAD") or "unknown") + changed,
         "gpu and driver": gpu[0] if gpu else "none",

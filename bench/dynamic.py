@@ -706,8 +706,7 @@ def main(arguments: Sequence[str]) -> int:
         print(table(render(parsed.render)))
         return 0
     earlier = read(parsed.json) if parsed.json.exists() else Results((), ())
-    conditions = budget.conditions(arguments, parsed.commit)
-    conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/dynamic.py")
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/dynamic.py")
     with tempfile.TemporaryDirectory() as folder:
         session = Session(
             replace(earlier, runs=(*earlier.runs, conditions)),

@@ -350,8 +350,7 @@ def main(arguments: Sequence[str]) -> int:
         until=time.monotonic() + parsed.limit,
         traces=parsed.traces,
     )
-    conditions = budget.conditions(arguments, parsed.commit)
-    conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/evaluator.py")
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/evaluator.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     with tempfile.TemporaryDirectory() as folder:
         session = Session(options, results, parsed.json, Path(folder))

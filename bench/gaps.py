@@ -326,8 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         render(parsed.render)
         return 0
     earlier = read(parsed.json) if parsed.json.exists() else Results((), ())
-    conditions = budget.conditions(arguments, parsed.commit)
-    conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/gaps.py")
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/gaps.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     for path in planners.paths(parsed.traces, parsed.only):

@@ -701,8 +701,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     until = time.monotonic() + parsed.limit
     earlier = read(parsed.json) if parsed.json.exists() else Results((), ())
-    conditions = budget.conditions(arguments, parsed.commit)
-    conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/lengths.py")
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/lengths.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     steps = parsed.steps or (QUICK_STEPS if parsed.quick else STEPS)
     failed = False

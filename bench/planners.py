@@ -372,8 +372,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     until = time.monotonic() + parsed.limit
     earlier = read(parsed.json) if parsed.json.exists() else Results((), ())
-    conditions = budget.conditions(arguments, parsed.commit)
-    conditions["command"] = conditions["command"].replace("bench/budget.py", "bench/planners.py")
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/planners.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     planners = limited(parsed.planners, parsed.seconds)
