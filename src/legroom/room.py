@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import statistics
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -26,9 +25,9 @@ from legroom.admission import (
     out_of_memory,
     over_budget,
 )
-from legroom.arrange import Spacer, find_spacers, small_bytes
+from legroom.arranging import Found, find_arranged, space_on
 from legroom.assembling import assemble, correct
-from legroom.brim import UNARRANGED, Brim
+from legroom.brim import Brim
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.evaluate import floor_bytes
 from legroom.following import CHECKS, DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, ROOMY, Following, checked
@@ -61,23 +60,7 @@ MOST_HOST_FITS = 2  # the second corrects what the first, from another plan, got
 _SAME_HOST = 0.05
 _WORTH_ANOTHER = 0.98  # of the time that the plan before takes
 
-_PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
-_CERTAIN = 0.985
-_SLOW_SECONDS = 10.0  # for a planner: then it is not asked time and again
-_SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
-
 AnyStep = ShelteredStep | PlannedStep | IdleStep | CalledStep
-
-
-class _Found(NamedTuple):
-    """A plan, and what goes with it."""
-
-    plan: Plan
-    schedule: Schedule
-    hardware: Hardware
-    brim: Brim | None  # with what it was planned for
-    arena_bytes: int  # to be mapped in one piece
-    spacers: tuple[Spacer, ...] | None  # None: no arrangement was found
 
 
 def fit(
@@ -449,48 +432,23 @@ class Room:
             return
         self._adopt(trace, found)
 
-    def _find_plan(self, trace: Trace) -> _Found:
+    def _find_plan(self, trace: Trace) -> Found:
         with patience("measuring the machine and planning the step"):
             hardware = self._hardware()
             if self._brim is None or self._given is not None:
                 plan = self._given or self._planner(trace, hardware, self.budget_bytes)
                 plan = checked(trace, plan)
-                return _Found(plan, lower(trace, plan, hardware), hardware, self._brim, 0, ())
-            return self._find_arranged(trace, hardware, copy.copy(self._brim))
+                return Found(plan, lower(trace, plan, hardware), hardware, self._brim)
+            space = space_on(
+                self._device,
+                trace,
+                budget_bytes=self.budget_bytes,
+                floor_bytes=self._floor,
+                base_bytes=self._planned_base_bytes,
+            )
+            return find_arranged(self._planner, trace, hardware, self._brim, space)
 
-    def _find_arranged(self, trace: Trace, hardware: Hardware, brim: Brim) -> _Found:
-        """The plan that fills most of the budget without its memory falling into pieces."""
-        self._device.merge_free()
-        free_bytes = self.budget_bytes - self._device.reserved_bytes() - small_bytes(trace) - _SPARE_BYTES
-        pieces = self._device.free_pieces()
-        found: _Found | None = None
-        while True:
-            # Near the floor a plan that makes the allocator work for its room is better than none.
-            usable = min(max(brim.usable_bytes, self._floor), self.budget_bytes)
-            began = time.perf_counter()
-            try:
-                plan = checked(trace, self._planner(trace, hardware, usable))
-            except BudgetError:
-                if found is None:
-                    raise
-                return found
-            slow = time.perf_counter() - began > _SLOW_SECONDS
-            schedule = lower(trace, plan, hardware)
-            # A plan that takes less than it may needs no more than that. And not all of it is counted on: what backward
-            # asks for is known by its sum only. Three plans for the GPT in 16.1 GiB that had fitted to the last byte
-            # did not fit in the step.
-            enough = int((check_schedule(trace, schedule) - self._planned_base_bytes) / UNARRANGED)
-            arena_bytes = max(0, min(free_bytes, enough) // _PAGE_BYTES * _PAGE_BYTES)
-            arena = (int(arena_bytes * _CERTAIN), *pieces)
-            spacers = find_spacers(trace, schedule, arena) if schedule.instructions else ()
-            found = _Found(plan, schedule, hardware, copy.copy(brim), arena_bytes, spacers)
-            if spacers is not None or not brim.arranged or usable <= self._floor:
-                return found
-            brim.lower()
-            while slow and brim.arranged:  # to the one that needs no arrangement
-                brim.lower()
-
-    def _adopt(self, trace: Trace, found: _Found) -> None:
+    def _adopt(self, trace: Trace, found: Found) -> None:
         plan, schedule, hardware = found.plan, found.schedule, found.hardware
         self._brim = found.brim
         if self._brim is not None:
@@ -508,7 +466,7 @@ class Room:
         self.plan = plan
         self._schedule = schedule
         self._program = Program(trace, schedule, spacers=found.spacers or ())
-        self._arena_bytes = found.arena_bytes if schedule.instructions and found.spacers is not None else 0
+        self._arena_bytes = found.arena_bytes
         self._map_arena()
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]

@@ -50,6 +50,7 @@ ORDER = (
     "assembling",
     "admission",
     "following",
+    "arranging",
     "room",
     "__init__",
     # edges

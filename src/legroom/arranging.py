@@ -1,0 +1,97 @@
+"""The search for a plan whose memory can be arranged.
+
+A plan may fill nearly all of a capped budget where the pieces of its memory find room (see `arrange`), and less where
+not (see `brim`). So the planner is asked for less and less until an arrangement is found, or until none is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+
+from legroom.arrange import Spacer, find_spacers, small_bytes
+from legroom.brim import UNARRANGED, Brim
+from legroom.errors import BudgetError
+from legroom.following import checked
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Plan
+from legroom.planners import Planner
+from legroom.runtime.device import Device
+from legroom.schedule import Schedule, check_schedule, lower
+
+_PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
+_CERTAIN = 0.985
+_SLOW_SECONDS = 10.0  # for a planner: then it is not asked time and again
+_SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What there is to arrange a step's memory in."""
+
+    budget_bytes: int
+    floor_bytes: int  # the smallest budget for which there is a plan
+    base_bytes: int  # alive before the step
+    free_bytes: int  # that can be mapped in one piece
+    pieces: tuple[int, ...]  # mapped already, and free
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan, and what goes with it."""
+
+    plan: Plan
+    schedule: Schedule
+    hardware: Hardware
+    brim: Brim | None  # with what it was planned for
+    arena_bytes: int = 0  # to be mapped in one piece; 0 where nothing is arranged
+    spacers: tuple[Spacer, ...] | None = ()  # None: no arrangement was found
+
+
+def space_on(device: Device, trace: Trace, *, budget_bytes: int, floor_bytes: int, base_bytes: int) -> Space:
+    """What the device has free for steps like this one, once its free memory is merged."""
+    device.merge_free()
+    free_bytes = budget_bytes - device.reserved_bytes() - small_bytes(trace) - _SPARE_BYTES
+    return Space(budget_bytes, floor_bytes, base_bytes, free_bytes, tuple(device.free_pieces()))
+
+
+def find_arranged(planner: Planner, trace: Trace, hardware: Hardware, brim: Brim, space: Space) -> Found:
+    """The plan that fills most of the budget without its memory falling into pieces.
+
+    brim: from where on to try; it stays as it is, and what was tried last comes with the plan.
+    """
+    brim = copy.copy(brim)
+    found: Found | None = None
+    while True:
+        # Near the floor a plan that makes the allocator work for its room is better than none.
+        usable = min(max(brim.usable_bytes, space.floor_bytes), space.budget_bytes)
+        began = time.perf_counter()
+        try:
+            plan = checked(trace, planner(trace, hardware, usable))
+        except BudgetError:
+            if found is None:
+                raise
+            return found
+        slow = time.perf_counter() - began > _SLOW_SECONDS
+        found = _arranged(plan, trace, hardware, copy.copy(brim), space)
+        if found.spacers is not None or not brim.arranged or usable <= space.floor_bytes:
+            return found
+        brim.lower()
+        while slow and brim.arranged:  # to the one that needs no arrangement
+            brim.lower()
+
+
+def _arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Space) -> Found:
+    schedule = lower(trace, plan, hardware)
+    peak_bytes = check_schedule(trace, schedule)
+    if not schedule.instructions:
+        return Found(plan, schedule, hardware, brim)
+    # A plan that takes less than it may needs no more than that. And not all of it is counted on: what backward asks
+    # for is known by its sum only. Three plans for the GPT in 16.1 GiB that had fitted to the last byte did not fit in
+    # the step.
+    enough_bytes = int((peak_bytes - space.base_bytes) / UNARRANGED)
+    arena_bytes = max(0, min(space.free_bytes, enough_bytes) // _PAGE_BYTES * _PAGE_BYTES)
+    spacers = find_spacers(trace, schedule, (int(arena_bytes * _CERTAIN), *space.pieces))
+    return Found(plan, schedule, hardware, brim, arena_bytes if spacers is not None else 0, spacers)
