@@ -14,6 +14,7 @@ from legroom.errors import PlanError
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
+from legroom.runtime.device import CpuDevice
 from legroom.schedule import lower
 from tests.harness import Snapshot, assert_same, run_plain, run_room
 from tests.zoo import ZOO
@@ -88,6 +89,18 @@ def admit(trace: Trace, plan: Plan, hardware: Hardware, gaps: dict[int, Recomput
         rest = {gap: decision for gap, decision in gaps.items() if gap not in first}
         return admit(trace, admit(trace, plan, hardware, first), hardware, rest)
     return candidate
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_changes_a_bit_with_few_hooks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: hooks only where the plan moves something."""
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
+    planner = random_planner(MIXTURES["recompute-all"], seed=0)
+
+    taken, report, _ = run_room(ZOO[name](), partial(legroom.fit, budget=BUDGET_BYTES, planner=planner))
+
+    assert_same(plain(name, len(taken)), taken)
+    assert report.planned_steps >= 3, f"{report.planned_steps} of {report.steps} planned: {report.fallbacks}"
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -13,13 +13,14 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from legroom.ir import Tick, Trace
+from legroom.runtime.knowncalls import KnownCall, Witness
 from legroom.runtime.stacks import CALLS, OPS
 
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
@@ -68,6 +69,22 @@ class Called(NamedTuple):
         return [tick for tick in self.ticks if ticks[tick].kind == "pack"]
 
 
+class Way(NamedTuple):
+    """What to do about one call."""
+
+    func: Any
+    hooked: bool | None  # None: it saves nothing, as far as is known
+    need: int
+    known: KnownCall | None
+    ops: range
+    writes: bool
+
+
+# What a call needs: nothing; to be looked into if it may write to something that matters; to be looked into.
+_NOTHING, _IF_IT_WRITES, _IF_IT_TRAINS, _LOOKING = range(4)
+_NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False)
+
+
 class Calls:
     """What was learned: all calls of a step, and what to do about each."""
 
@@ -79,21 +96,32 @@ class Calls:
         watched_ops: Container[int],
         writing_ops: Container[int],
         hooked: Container[int],
+        known: Mapping[int, KnownCall],
     ) -> None:
-        """watched_ops: always. writing_ops: if called with something that matters. hooked: ticks that are needed."""
+        """watched_ops: always. writing_ops: if called with something that matters. hooked: ticks that are needed.
+        known: calls that can be recorded without a look at their ops, by place."""
         self.calls = calls
         self.watched = [any(op in watched_ops for op in call.ops) for call in calls]
-        self.writing = [any(op in writing_ops for op in call.ops) for call in calls]
-        # None: it saves nothing, as far as is known.
         packs = [call.packs(ticks) for call in calls]
-        self.hooked = [any(tick in hooked for tick in inside) if inside else None for inside in packs]
+        self.ways = [
+            Way(
+                call.func,
+                any(tick in hooked for tick in inside) if inside else None,
+                _LOOKING if watched else _need(call, writing_ops),
+                known.get(place),
+                call.ops,
+                any(op in writing_ops for op in call.ops),
+            )
+            for place, (call, inside, watched) in enumerate(zip(calls, packs, self.watched, strict=True))
+        ]
         # Those that need nothing at all.
-        self.passed = {
-            i: call.func
-            for i, call in enumerate(calls)
-            if not self.watched[i] and not self.writing[i] and self.hooked[i] is None
-            if getattr(call.func, "__name__", "") not in _WITH_STATISTICS
-        }
+        self.passed = {i for i, way in enumerate(self.ways) if way.need == _NOTHING and way.hooked is None}
+
+
+def _need(call: Called, writing_ops: Container[int]) -> int:
+    if any(op in writing_ops for op in call.ops):
+        return _IF_IT_WRITES
+    return _IF_IT_TRAINS if getattr(call.func, "__name__", "") in _WITH_STATISTICS else _NOTHING
 
 
 class CallMode(TorchFunctionMode):
@@ -120,21 +148,30 @@ class CallMode(TorchFunctionMode):
 class Learner(CallMode):
     """Notes every call while the mode and the hooks are on for all of the step."""
 
-    def __init__(self, now: Callable[[], tuple[int, int]]) -> None:
-        """now: the numbers of the next op and of the next tick."""
+    def __init__(self, now: Callable[[], tuple[int, int]], witness: Witness, saved_at: Callable[[int], int]) -> None:
+        """now: the numbers of the next op and of the next tick. saved_at: the storage that is saved at a tick."""
         super().__init__()
         self._now = now
+        self.witness = witness
+        self._saved_at = saved_at
         self.calls: list[Called] = []
+        self.known: dict[int, KnownCall] = {}  # by place
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, tick = self._now()
         place = len(self.calls)
         self.calls.append(Called(func, range(0), range(0)))
+        self.witness.begin(func, args, kwargs or {})
         try:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             next_op, next_tick = self._now()
             self.calls[place] = Called(func, range(op, next_op), range(tick, next_tick))
+        if next_op > op:
+            known = self.witness.told(result, map(self._saved_at, range(tick, next_tick)))
+            if known is not None:
+                self.known[place] = known
+        return result
 
     def saves_in_backward(self, ticks: Sequence[Tick]) -> bool:
         """Whether a call both saves and brings back: then what it saves depends on what was saved before."""
@@ -159,10 +196,14 @@ class Gate(CallMode):
         *,
         number_ops: Callable[[range], None],
         matters: Callable[[Iterable[Any]], bool],
+        record: Callable[[KnownCall, Any, Any, Any], Any],
+        may_write: Callable[[Iterable[Any]], None],
     ) -> None:
-        """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay."""
+        """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay.
+        record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written."""
         super().__init__()
         self._calls = calls
+        self._ways = [*calls.ways, _NO_WAY]
         self._passed = calls.passed
         self._mode = mode
         self.hooks: tuple[Any, Any] | None = None  # to be switched; None: they stay on
@@ -170,6 +211,8 @@ class Gate(CallMode):
         self._beneath: Any = None  # hooks that were under ours
         self._number_ops = number_ops
         self._matters = matters
+        self._record = record
+        self._may_write = may_write
         self._number = 0
         self._extra = 0
         self.open = False  # for good
@@ -177,47 +220,60 @@ class Gate(CallMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._number
-        if not kwargs and self._passed.get(number, self) is func:
-            self._number = number + 1
-            return func(*args)
-        return self._look(number, func, args, kwargs or {})
+        way = self._ways[number]
+        known, hooked, need, _, _, _ = way
+        if known is not func and known != func:  # getters of properties are equal and never the same
+            return self._look(number, func, args, kwargs or {})
+        self._number, self._extra = number + 1, 0
+        if hooked is not None and hooked is not self._hooks_on:
+            self._switch_hooks(on=hooked)
+        if need != _NOTHING or kwargs or self.open:
+            return self._go(way, func, args, kwargs or {})
+        return func(*args)
 
     def _look(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
-        known = self._calls
         found = self._find(number, func)
         if found is None:  # it is one more
             self._extra += 1
+            self._may_write((*args, *kwargs.values()))
             self._switch_hooks(on=True)
             if self._extra > _MOST_EXTRA:
                 self.stay_open()
             return self._watched(_NO_OPS, func, args, kwargs)
         self._number, self._extra = found + 1, 0
-        hooked = known.hooked[found]
-        if hooked is not None and hooked is not self._hooks_on:
-            self._switch_hooks(on=hooked)
-        if self.open or known.watched[found] or self._writes(known.writing[found], func, args, kwargs):
-            return self._watched(known.calls[found].ops, func, args, kwargs)
-        return func(*args, **kwargs)
+        way = self._ways[found]
+        if way.hooked is not None and way.hooked is not self._hooks_on:
+            self._switch_hooks(on=way.hooked)
+        return self._go(way, func, args, kwargs)
 
     def _find(self, number: int, func: Any) -> int | None:
         """Which of the calls that are known comes now; some that need nothing may have been left out."""
-        calls = self._calls.calls
-        for place in range(number, min(number + _MOST_LEFT_OUT + 1, len(calls))):
-            if _same(calls[place].func, func):
+        ways = self._ways
+        for place in range(number, min(number + _MOST_LEFT_OUT + 1, len(ways) - 1)):
+            if ways[place].func == func:
                 return place
             if place not in self._passed:
                 break
         return None
 
-    def _writes(self, writing: bool, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it may write to something that replays read or make; the same function may have not, before."""
-        if kwargs and not writing:
-            writing = any(kwargs.get(name) is not None and kwargs[name] is not False for name in _WRITES_IF)
-        if writing:
-            return self._matters((*args, *kwargs.values()))
-        if getattr(func, "__name__", "") in _WITH_STATISTICS:
-            return self._matters((*args[1:], *kwargs.values()))
-        return False
+    def _go(self, way: Way, func: Any, args: Any, kwargs: Any) -> Any:
+        need = way.need
+        # The same function may have written to something else before, or not at all.
+        writes = way.writes or (kwargs and any(_is_given(kwargs.get(name)) for name in _WRITES_IF))
+        if writes:
+            self._may_write((*args, *kwargs.values()))
+        if need != _LOOKING and not self.open:
+            if writes:
+                looks = self._matters(args) or (kwargs and self._matters(kwargs.values()))
+            else:
+                looks = need == _IF_IT_TRAINS and (self._matters(args[1:]) or self._matters(kwargs.values()))
+            if not looks:
+                return func(*args, **kwargs)
+        if way.known is not None and not self.open:
+            result = self._record(way.known, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._watched(way.ops, func, args, kwargs)
 
     def _watched(self, ops: range, func: Any, args: Any, kwargs: Any) -> Any:
         self._number_ops(ops)
@@ -250,14 +306,14 @@ class Gate(CallMode):
     def give_up(self) -> None:
         """The step is another one: from the next call on everything is seen. Here, inside an op, nothing can be put
         on: what is put on inside the engine is gone with the node that runs."""
-        self._passed = {}
+        self._passed = set()
         self._extra = _MOST_EXTRA
         self._number = len(self._calls.calls)
 
     def stay_open(self) -> None:
         """See every op for the rest of the step. Not inside an op: it is entered with the mode, or it is not."""
         if not self.open:
-            self._passed = {}
+            self._passed = set()
             self._switch_hooks(on=True)
             self.open = self.watching = True
             if self._mode is not None:
@@ -275,14 +331,11 @@ def _same_hooks(top: Any, others: Any) -> bool:
     return top is others if top is None or others is None else top[0] is others[0]
 
 
-def _same(func: Any, other: Any) -> bool:
-    """Getters of properties are equal and never the same."""
-    return func is other or func == other
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
 
 
-def counting_here() -> bool:
-    """Whether the next call would be counted: not inside one that is."""
-    return bool(CALLS.depth())
+counting_here: Callable[[], int] = CALLS.depth  # whether the next call would be counted: not inside one that is
 
 
 def needed_ticks(calls: Iterable[Called], ticks: Sequence[Tick], moved: set[int]) -> set[int]:

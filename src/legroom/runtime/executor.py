@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,10 +21,11 @@ from legroom.alloclog import TICK, mark
 from legroom.arrange import Spacer
 from legroom.errors import StepError
 from legroom.ir import Storage, Trace
-from legroom.runtime.calls import Calls, Gate, Learner, countable, counting_here, needed_ticks
+from legroom.runtime.calls import Called, Calls, Gate, Learner, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
-from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
+from legroom.runtime.knowncalls import KnownCall, Witness, record
+from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, tensors_in, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
@@ -59,6 +60,7 @@ class Ticks(NamedTuple):
     # else gets one, kept by the plan or not: if the step drifts it must be able to go.
     expected: list[tuple[bool, int, int, bool]]
     last_drop: dict[int, int]  # by storage
+    light: list[bool]  # packs at which nothing is to be done, of what needs no entry
 
 
 def _may_have_to_go(storage: Storage) -> bool:
@@ -106,6 +108,7 @@ class Program:
         self._in_mode, self._replayed = in_mode, replayed
         self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
         self.calls: Calls | None = None  # learned by the first step that goes as planned
+        self.casts_weights = False  # whether calls are known that make autocast's copies of weights
         self.learns = not self.idle
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
@@ -129,9 +132,15 @@ class Program:
 
         While an optimizer runs, everything is seen if anything may be replayed afterwards.
         """
-        touched = {s for op in self._in_mode if op.id in self._replayed for s, _ in (*op.reads, *op.writes)}
+        touched = self._touched
         forward = ((i, op) for i, op in enumerate(self._in_mode) if op.phase == "forward")
         return frozenset(self.recorded) | {i for i, op in forward if any(v and s in touched for s, v in op.writes)}
+
+    @functools.cached_property
+    def _touched(self) -> frozenset[int]:
+        """Storages that replays read or make."""
+        replayed = (op for op in self._in_mode if op.id in self._replayed)
+        return frozenset(storage for op in replayed for storage, _ in (*op.reads, *op.writes))
 
     @functools.cached_property
     def writing(self) -> frozenset[int]:
@@ -144,18 +153,21 @@ class Program:
     def countable(self) -> bool:
         return countable(self.trace)
 
-    def _ticks(self, hooked: Sequence[int]) -> Ticks:
+    def _ticks(self, hooked: Sequence[int], needed: Container[int] | None = None) -> Ticks:
+        """needed: storages that need an entry; None: all that might have to go."""
         trace = self.trace
         at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
-        storages = [trace.storages[trace.ticks[tick].storage] for tick in hooked]
+        expected = []
+        for tick in hooked:
+            storage = trace.storages[trace.ticks[tick].storage]
+            plain = not _may_have_to_go(storage) or (needed is not None and storage.id not in needed)
+            expected.append((trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, plain))
         return Ticks(
             # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
             at=[*at, (Drop(-1, -1),)],
-            expected=[
-                (trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, not _may_have_to_go(storage))
-                for tick, storage in zip(hooked, storages, strict=True)
-            ],
+            expected=expected,
             last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
+            light=[is_pack and plain and not at[i] for i, (is_pack, _, _, plain) in enumerate(expected)] + [False],
         )
 
     def learn(self, learner: Learner, *, may_leave_hooks_out: bool) -> None:
@@ -170,10 +182,30 @@ class Program:
         if may_leave_hooks_out and not learner.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in _also(i)}
+            # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
+            needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
             hooked = needed_ticks(learner.calls, ticks, moved)
-            self.few_ticks = self._ticks(sorted(hooked))
-        self.calls = Calls(learner.calls, ticks, watched_ops=self.watched, writing_ops=self.writing, hooked=hooked)
+            self.few_ticks = self._ticks(sorted(hooked), needed)
+        self.calls = Calls(
+            learner.calls,
+            ticks,
+            watched_ops=self.watched,
+            writing_ops=self.writing,
+            hooked=hooked,
+            known={
+                i: known for i, known in learner.known.items() if self._may_go_unseen(known, learner.calls[i], hooked)
+            },
+        )
+        self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
+
+    def _may_go_unseen(self, known: KnownCall, call: Called, hooked: set[int]) -> bool:
+        """Not where something is dropped inside the call that made it, and not where what it reads is not shown."""
+        made = {number for number, _, _ in known.saved}
+        here = (instruction for tick in call.ticks for instruction in self._instructions.get(tick, ()))
+        storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
+        shown = {storage.id for storage in storages if _may_have_to_go(storage)}
+        return known.needs_saved() <= shown and not any(isinstance(i, Drop) and i.storage in made for i in here)
 
     def one_replayed(self, number: int) -> frozenset[int]:
         """One of the storages that are replayed, another with every number; none where none is."""
@@ -236,6 +268,8 @@ class Executor:
         self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
         self._stop = _MOST_OPS
+        self._weights_written = False  # whether the program may have written to one in this step
+        self._kept_keys: frozenset[int] | None = None
         self.at_backward: Callable[[], None] | None = None  # called when it begins
         self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
         ledger.on_death = None
@@ -243,7 +277,7 @@ class Executor:
     # hooks
 
     def _follow(self, ticks: Ticks) -> None:
-        self._at, self._expected, self._last_drop = ticks
+        self._at, self._expected, self._last_drop, self._light = ticks
         self._last = len(ticks.expected)
 
     def interception(self, depths: tuple[int, int] | None) -> Interception:
@@ -251,9 +285,22 @@ class Executor:
         mode = OpMode(self.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
-            self._calls = Gate(self.program.calls, mode, number_ops=self._number_ops, matters=self.lineage.knows_any)
+            self._calls = Gate(
+                self.program.calls,
+                mode,
+                number_ops=self._number_ops,
+                matters=self.lineage.knows_any,
+                record=self._record,
+                may_write=self._may_write,
+            )
         elif counts and self.program.learns and self.program.countable:
-            self._calls = Learner(lambda: (self.ops, self.tick))
+            ticks = self.program.trace.ticks
+            self._witness = Witness(self.device_type, self.lineage, self.entries)
+            self._calls = Learner(
+                lambda: (self.ops, self.tick),
+                self._witness,
+                lambda tick: ticks[tick].storage if tick < len(ticks) else _NONE,
+            )
             self._learning = True
         pack, unpack = self.hooks()
         if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self.measured:
@@ -292,10 +339,14 @@ class Executor:
 
     def _gated_pack(self, tensor: torch.Tensor) -> Handle | Kept:
         calls = self._calls
-        if calls.watching or counting_here() or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
+        assert isinstance(calls, Gate)
+        if calls.watching or calls.paused or counting_here() or torch._C._len_torch_dispatch_stack():
             return self._guarded_pack(tensor)
-        if self._calls.paused:  # type: ignore[union-attr]
-            self._calls.resume()  # type: ignore[union-attr]
+        tick = self.tick
+        if not self._busy and self._light[tick]:
+            # Of the saves of a call that the plan is about, most are others: weights, statistics.
+            self.tick = tick + 1
+            return Kept(tensor, self._expected[tick][1], self.generation)
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
@@ -373,7 +424,9 @@ class Executor:
             else:
                 self.tick = tick + 1
             if self.reactive is None:
-                self._check_way(tick, packed)
+                expected = self._expected[tick]
+                if expected[0] or expected[1] != packed.number:
+                    self._check_way(tick, packed)
             tensor = packed.tensor
             if tensor._version != packed.version:
                 packed.fail()
@@ -384,7 +437,9 @@ class Executor:
         else:
             self.tick = tick + 1
         if self.reactive is None:
-            self._check_way(tick, entry)
+            expected = self._expected[tick]
+            if expected[0] or expected[1] != entry.number:
+                self._check_way(tick, entry)
         view = packed.view  # type: ignore[union-attr]
         if entry.loading is not None:
             entry.finish_loading()
@@ -610,6 +665,8 @@ class Executor:
         expected = self._recorded.get(number) if number < self._stop else None
         if self._learning:
             self._strange += self.program.names.get(number, name := str(func)) != name
+            if expected is not func and expected != name:
+                self._witness.saw(number, func, args, None, [])
         if expected is not func:
             if type(expected) is not str or expected != str(func):
                 # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
@@ -640,7 +697,45 @@ class Executor:
     def _noted(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
         made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
         self._made[number] = ref(made)
+        if self._learning:
+            self._witness.saw(number, func, args, made, list(made.keys))
         return made
+
+    def _may_write(self, arguments: Iterable[Any]) -> None:
+        """Note whether one of these is a weight: autocast goes on handing out the copy that it made of it before, and a
+        call does not show whether it made one."""
+        if self._weights_written:
+            return
+        self._weights_written = any(
+            tensor.is_floating_point() and tensor.grad_fn is None and (tensor.requires_grad or self._is_kept(tensor))
+            for tensor in tensors_in(arguments)
+        )
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in a storage of the model's or the optimizer's; asked for seldom, it takes milliseconds."""
+        if self._kept_keys is None:
+            self._kept_keys = self.kept() if self.program.casts_weights else frozenset()
+        try:
+            return tensor.untyped_storage()._cdata in self._kept_keys
+        except (NotImplementedError, RuntimeError):  # no storage of its own
+            return False
+
+    def _record(self, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call whose ops are known. NotImplemented where it is another than the one that was learned."""
+        tensors = known.tensors(args, kwargs, self.device_type)
+        if tensors is None or (known.casts_weights and self._weights_written):
+            return NotImplemented
+        tick = self.tick
+
+        def packs() -> tuple[int, ...]:
+            return tuple(number for _, number, _, _ in self._expected[tick : self.tick])
+
+        result, made = record(
+            known, tensors, lambda: func(*args, **kwargs), self.lineage, self.entries, self._first, packs
+        )
+        for inner, op in zip(known.ops, made, strict=False):
+            self._made[inner.number] = ref(op)
+        return result
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
         with no_dispatch():
@@ -706,7 +801,7 @@ class Executor:
 
     def _away(self, program: Program, tick: int) -> list[int] | None:
         """What another plan has moved out by now; None where it does not go together with what was done so far."""
-        at, expected, _ = program.all_ticks
+        at, expected = program.all_ticks.at, program.all_ticks.expected
         if len(expected) <= tick or any(a[:2] != b[:2] for a, b in zip(self._expected[:tick], expected, strict=False)):
             return None
         alive = [(number, entry) for number, entry in self.entries.items() if entry.views]

@@ -9,7 +9,6 @@ Replays run below autograd and autocast, with the generator state, grad mode and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legroom.errors import StepError
-from legroom.runtime.residency import Entry, Ledger, layout_of
+from legroom.runtime.residency import Entry, Layout, Ledger, layout_of
 
 # Ops that write tensors their schema does not declare, and where: running means and variances. In training they
 # do not enter the result, so a replay hands in copies.
@@ -100,7 +99,10 @@ Slot = tuple[int, int]
 
 def version_of(tensor: torch.Tensor) -> int:
     """PyTorch's count of writes. Tensors of inference mode have none, and cannot be written outside of it."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 class Node:
@@ -135,6 +137,26 @@ class Node:
         self.storage: torch.UntypedStorage | None = None
         self.weak: StorageWeakRef | None = StorageWeakRef(tensor.untyped_storage()) if maker is not None else None
 
+    @classmethod
+    def unseen(cls, maker: Made, output: int) -> Node:
+        """What an op made that was not looked at."""
+        node = cls.__new__(cls)
+        node.seen = 0
+        node.on_cpu = maker.threads is not None
+        node.maker = maker
+        node.output = output
+        node.slot = maker.order, output
+        node.entry = node.tensor = node.storage = node.weak = None
+        node.relied = False
+        return node
+
+    def shown_by(self, tensor: torch.Tensor) -> Node:
+        """The tensor that was not seen before. What wrote it is through."""
+        self.seen = version_of(tensor)
+        self.on_cpu = tensor.is_cpu
+        self.weak = StorageWeakRef(tensor.untyped_storage())
+        return self
+
     def hold(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad and not tensor.is_leaf:
             # Not the tensor itself, which holds the graph. Inside a mode detach() runs below the layer that makes it
@@ -160,7 +182,7 @@ class Node:
         entry = self.entry
         if entry is not None and entry.node is self and entry.in_memory:
             entry.finish_loading()
-            return entry.base if entry.base is not None else next(v.tensor for v in entry.views if v.tensor is not None)
+            return entry.a_tensor()
         tensor, storage = self.tensor, self.storage
         if tensor is not None and storage is not None:
             if tensor.untyped_storage()._cdata != storage._cdata:  # its `data` is another one now
@@ -206,9 +228,9 @@ class Argument:
 
     __slots__ = ("layout", "node")
 
-    def __init__(self, node: Node, tensor: torch.Tensor) -> None:
+    def __init__(self, node: Node, layout: Layout) -> None:
         self.node = node
-        self.layout = layout_of(tensor)
+        self.layout = layout
 
 
 class Blank:
@@ -230,7 +252,7 @@ def _reference(value: Any, made: Made, node_of: NodeOf) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         key = value.untyped_storage()._cdata
-        argument = Argument(node_of(value, key), value)
+        argument = Argument(node_of(value, key), layout_of(value))
         made.keys.append(key)
         made.inputs.append(argument.node)
         return argument
@@ -321,6 +343,27 @@ class Made:
         if form.written:
             self.written = [i for i, _ in form.written if i < len(args) and isinstance(args[i], torch.Tensor)]
 
+    @classmethod
+    def again(
+        cls,
+        order: int,
+        func: Any,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        inputs: list[Node],
+        form: Form,
+        written: Sequence[int],
+        rng: RandomState | None,
+    ) -> Made:
+        """An op that was not looked at, of which all this is known."""
+        made = cls.__new__(cls)
+        made.order, made.func, made.args, made.kwargs = order, func, args, kwargs
+        made.inputs, made.keys, made.form, made.written = inputs, [], form, written
+        made.grad = torch.is_grad_enabled()
+        made.rng = rng if form.seeded else None
+        made.threads = torch.get_num_threads() if not inputs or any(node.on_cpu for node in inputs) else None
+        return made
+
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default
         self.args = [list(tensor.size()), list(tensor.stride())]
@@ -386,13 +429,28 @@ class Lineage:
         if node is not None and version_of(tensor) <= node.seen and not node.expired() and entry.node is None:
             node.hand_over(entry, tensor.untyped_storage())
 
+    def saved_unseen(self, entry: Entry, node: Node) -> None:
+        """A storage became an entry before it was known that this is its value."""
+        tensor = entry.a_tensor()
+        if node.weak is None:
+            node.shown_by(tensor)
+        self.nodes[entry.key] = node
+        node.hand_over(entry, tensor.untyped_storage())
+
     def knows_any(self, arguments: Iterable[Any]) -> bool:
         """Whether one of these shows a value that a replay makes or reads."""
-        for tensor in tensors_in(arguments):
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage of its own
-                key = tensor.untyped_storage()._cdata
-                if key in self.nodes or key in self.leaves:
-                    return True
+        nodes, leaves = self.nodes, self.leaves
+        if not nodes and not leaves:
+            return False
+        for value in arguments:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    try:
+                        key = tensor.untyped_storage()._cdata
+                    except (NotImplementedError, RuntimeError):  # no storage of its own
+                        continue
+                    if key in nodes or key in leaves:
+                        return True
         return False
 
     def is_read(self) -> bool:
@@ -430,6 +488,22 @@ class Lineage:
                 entry.node = None
             if old is not None:
                 old.entry = None
+
+    def rewritten(self, tensor: torch.Tensor, made: Made | None) -> Node | None:
+        """As after_write, of one tensor, after the call that wrote it and all that it saved."""
+        key = tensor.untyped_storage()._cdata
+        old = self.nodes.pop(key, None)
+        entry = self.ledger.by_key.get(key)
+        if old is not None:
+            old.entry = None
+        if made is None:
+            if entry is not None:
+                entry.node = None
+            return None
+        node = self.nodes[key] = Node.unseen(made, -1).shown_by(tensor)
+        if entry is not None:
+            node.hand_over(entry, tensor.untyped_storage())
+        return node
 
     def reshaped(self, tensor: torch.Tensor) -> None:
         """A tensor was given another shape in place: its bytes are the same, PyTorch's count is not."""

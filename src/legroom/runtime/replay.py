@@ -158,13 +158,26 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
 
 def _run(action: Action, at_hand: dict[Slot, torch.Tensor]) -> None:
     made = action.made
+    held: torch.Tensor | None = None
+    value: Any = None
     replaced = _to_write(action, at_hand) if made.written else None
-    args: list[Any] = [_value(a, replaced, at_hand) if type(a) in _WITH_TENSORS else a for a in made.args]
+    args: list[Any] = []
+    for value in made.args:  # the common way through `_value` is written out
+        if type(value) is Argument and replaced is None:
+            node = value.node
+            held = at_hand.get(node.slot) if node.slot is not None else None
+            if held is None:
+                held = node.bytes_at_hand()
+                if held is None:
+                    raise NotAtHand
+            args.append(_laid_out(value.layout, held))
+        else:
+            args.append(_value(value, replaced, at_hand) if type(value) in _WITH_TENSORS else value)
     kwargs = {name: _value(a, replaced, at_hand) for name, a in made.kwargs.items()} if made.kwargs else {}
     written = [args[i] for i in made.written if i < len(args)] if made.written else ()
     stateless = made.rng is None and made.threads is None
     result = made.func(*args, **kwargs) if stateless else _run_in_state(made, args, kwargs)
-    del args, kwargs
+    del args, kwargs, held, value
     results = result if isinstance(result, (list, tuple)) else (result,)
     for output in action.wanted:
         at_hand[made.order, output] = written[-1 - output] if output < 0 else results[output]

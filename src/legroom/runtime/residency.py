@@ -189,10 +189,14 @@ class Entry:
         """All bytes as one tensor."""
         base = self.base
         if base is None or base.dtype is not torch.uint8 or base.dim() != 1 or base.numel() != self.nbytes:
-            held = base if base is not None else next(view.tensor for view in self.views if view.tensor is not None)
+            held = self.a_tensor()
             with no_dispatch():
                 self.base = base = torch.empty(0, dtype=torch.uint8, device=held.device).set_(held.untyped_storage())
         return base
+
+    def a_tensor(self) -> torch.Tensor:
+        """Some tensor over its bytes, which are in memory."""
+        return self.base if self.base is not None else next(v.tensor for v in self.views if v.tensor is not None)
 
     def forget(self, view: View) -> None:
         """A handle is gone. With the last one the storage dies, unless a dropped entry is to be made from it."""
@@ -200,8 +204,7 @@ class Entry:
         if len(views) > 1:
             views.remove(view)
         elif not self.pins:
-            if self.node is not None and self.node.relied:
-                self._hand_back(view)
+            self._hand_back(view.tensor)
             views.clear()
             self.die()
         else:
@@ -210,15 +213,20 @@ class Entry:
             views.clear()
             self._lapse()
 
-    def _hand_back(self, view: View) -> None:
+    def _hand_back(self, tensor: torch.Tensor | None) -> None:
         """To a leaf that held these bytes when something made from them was dropped, before they were saved as well."""
         node = self.node
-        if node is None or node.maker is not None:
+        if node is None or node.maker is not None or not node.relied:
             return
         self.start_loading()
         self.finish_loading()
-        node.hold(view.tensor if view.tensor is not None else self.flat())
+        node.hold(tensor if tensor is not None else self.flat())
         node.entry = self.node = None
+
+    def expire(self) -> None:
+        """Nobody saved it any more, and now nothing that was dropped counts on it either."""
+        self._hand_back(None)
+        self.die()
 
     def _lapse(self) -> None:
         """The program is through with it. What is made from it can be made from its own sources: let the bytes go."""
@@ -281,7 +289,8 @@ class Kept:
     __slots__ = ("generation", "number", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, number: int, generation: int) -> None:
-        self.tensor = tensor.detach()
+        # Not itself where it holds the graph that holds this.
+        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
         self.version = tensor._version
         self.number = number
         self.generation = generation
@@ -352,7 +361,7 @@ class Ledger:
             needed.pins -= 1
             if not needed.pins:
                 if not needed.views:
-                    needed.die()
+                    needed.expire()
                 elif needed.settled:
                     needed.settle()
 

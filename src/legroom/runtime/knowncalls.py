@@ -1,0 +1,425 @@
+"""Calls whose ops follow from their arguments, and are recorded without being looked at.
+
+To see the ops of a call takes a dispatch mode, about 35 microseconds an op, and more than that to write each down. But
+a call of one function with arguments of one form runs the same ops every time. So the step that learns the calls also
+notes how the ops inside come by their arguments, and later steps fill that in with tensors of their own. What a call
+depends on beside its arguments is compared too: autocast, grad mode, cuDNN, modes of others. Where anything differs,
+the ops are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from legroom.runtime.lineage import (
+    Argument,
+    Blank,
+    Form,
+    Lineage,
+    Made,
+    Node,
+    RandomState,
+    form_of,
+    hidden_writes,
+    tensors_in,
+)
+from legroom.runtime.residency import Entry, Layout, layout_of, saved_elsewhere
+
+# Ops that a function comes to by its arguments alone. Not here: attention, whose kernels are chosen by switches that a
+# program may turn at any time, and whatever has not been looked into.
+_FOLLOWING = frozenset(
+    """
+    _adaptive_avg_pool2d _log_softmax _softmax _to_copy _unsafe_view abs add add_ addmm alias as_strided avg_pool2d
+    baddbmm bmm cat clamp clamp_min clone constant_pad_nd convolution cos cudnn_batch_norm detach div div_ elu
+    embedding empty empty_like erf exp expand gelu hardsigmoid hardswish hardswish_ hardtanh hardtanh_ leaky_relu
+    leaky_relu_ log masked_fill max_pool2d_with_indices mean mm mul mul_ native_batch_norm native_dropout
+    native_group_norm native_layer_norm neg permute pow relu relu_ reshape rsqrt select sigmoid sigmoid_ silu silu_
+    sin slice softplus split split_with_sizes sqrt squeeze stack sub sub_ sum t tanh tanh_ transpose unbind
+    unsqueeze upsample_nearest2d view where
+    """.split()  # noqa: SIM905
+)
+_C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Functions in Python that are known to do nothing but call others; one of a program may do anything.
+_PYTHON_MODULES = frozenset(("torch.nn.functional", "torch._tensor"))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_CONSTANTS = frozenset(
+    (int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
+)
+_NEVER = object()
+_NO_STORAGE = (NotImplementedError, RuntimeError)  # of its own; some tensors say so in one way, some in the other
+_STRIDED = torch.strided
+
+
+_transformed: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # None outside of vmap and its like
+
+
+def _surroundings(device_type: str) -> tuple[Any, ...] | None:
+    """What the ops of a call may depend on beside its arguments; None where others change what is called."""
+    if torch._C._len_torch_function_stack() or _transformed() is not None:
+        return None
+    autocast = torch.is_autocast_enabled(device_type)
+    return (
+        torch.is_grad_enabled(),
+        autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
+        torch._C._get_cudnn_enabled(),
+    )
+
+
+def _form_of(value: Any) -> Any:
+    """What an argument must be like for a call to run the same ops; _NEVER where that cannot be told."""
+    kind = type(value)
+    if kind in _PLAIN:
+        if saved_elsewhere(value):
+            return _NEVER
+        return kind, value.requires_grad, value.device, layout_of(value)
+    if kind is float:
+        return kind, value, math.copysign(1.0, value)  # zeros of both signs are equal
+    if kind in _CONSTANTS:
+        return kind, value
+    if kind is list or kind is tuple:
+        forms = tuple(_NEVER if type(item) in (list, tuple) else _form_of(item) for item in value)
+        return _NEVER if _NEVER in forms else (kind, forms)
+    return _NEVER
+
+
+def _all_alike(values: Iterable[Any], forms: Iterable[Any], found: list[torch.Tensor]) -> bool:
+    """Whether arguments have these forms, as many as there are; their tensors are added to those that were found.
+
+    Written out: it runs for every argument of the calls that are recorded, and took longer than to record them.
+    """
+    for value, form in zip(values, forms, strict=True):
+        kind = type(value)
+        if kind is not form[0]:
+            return False
+        if kind in _PLAIN:
+            if value.layout is not _STRIDED or value.requires_grad is not form[1] or value.device != form[2]:
+                return False
+            dtype, size, stride, offset, conj, neg = form[3]
+            if value.dtype is not dtype or value.shape != size or value.stride() != stride:
+                return False
+            if value.storage_offset() != offset or value.is_neg() is not neg:
+                return False
+            if dtype.is_complex and value.is_conj() is not conj:
+                return False
+            found.append(value)
+        elif kind is list or kind is tuple:
+            if len(value) != len(form[1]) or not _all_alike(value, form[1], found):
+                return False
+        elif value != form[1] or (kind is float and math.copysign(1.0, value) != form[2]):
+            return False
+    return True
+
+
+def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(t.untyped_storage()._cdata, position) for position, t in enumerate(tensors))
+
+
+class Origin(NamedTuple):
+    """Where an op inside a call has a tensor from: one of three, the others are negative."""
+
+    position: int = -1  # among the tensors that were given to the call
+    op: int = -1  # among the ops of the call that are recorded
+    saved: int = -1  # the number of a storage that was saved in the call
+    output: int = 0  # of the op
+
+
+class Inner(NamedTuple):
+    """A recorded op inside a call."""
+
+    number: int  # in the step
+    func: Any
+    args: tuple[Any, ...]  # with None in place of tensors
+    places: tuple[
+        tuple[int, int, Origin, Layout], ...
+    ]  # argument, place in it if it is a list, where from, how it lies
+    kwargs: dict[str, Any]
+    form: Form
+    written: Sequence[int]
+
+
+class KnownCall(NamedTuple):
+    """All that a later step needs to record a call."""
+
+    surroundings: tuple[Any, ...]
+    args: tuple[Any, ...]  # the forms of the arguments
+    kwargs: dict[str, Any]
+    ops: tuple[Inner, ...]
+    read: tuple[int, ...]  # positions of tensors that recorded ops read
+    results: tuple[tuple[int, int, int], ...]  # place among the results, op, output
+    saved: tuple[tuple[int, int, int], ...]  # number of the storage, op, output
+    written: int  # position of the tensor that the call writes; -1: it writes none
+    moved: tuple[int, ...]  # positions of running statistics
+    seeded: bool
+    shared: tuple[int, ...]  # of each tensor, the first with the same storage; () where all have their own
+    packs: tuple[int, ...]  # the storages that are saved, one after the other
+    casts_weights: bool  # and may be handed a copy that autocast has made of them before
+
+    def tensors(self, args: Any, kwargs: Any, device_type: str) -> list[torch.Tensor] | None:
+        """The tensors that the call is given; None where it is not sure to run the same ops."""
+        if len(args) != len(self.args) or torch._C._len_torch_dispatch_stack():
+            return None
+        if kwargs.keys() != self.kwargs.keys() or _surroundings(device_type) != self.surroundings:
+            return None
+        found: list[torch.Tensor] = []
+        if not _all_alike(args, self.args, found):
+            return None
+        if kwargs and not _all_alike([kwargs[name] for name in self.kwargs], self.kwargs.values(), found):
+            return None
+        # Those that shared none may share one: then they are one value, found by its storage.
+        return found if not self.shared or _shared(found) == self.shared else None
+
+    def needs_saved(self) -> set[int]:
+        """Storages whose hooks must run in the call, for ops read them and have them from nowhere else."""
+        return {origin.saved for op in self.ops for _, _, origin, _ in op.places if origin.saved >= 0}
+
+
+def record(
+    known: KnownCall,
+    tensors: list[torch.Tensor],
+    call: Callable[[], Any],
+    lineage: Lineage,
+    entries: Mapping[int, Entry],
+    first: int,
+    packs: Callable[[], tuple[int, ...]],
+) -> tuple[Any, list[Made]]:
+    """Make the call and write down what its ops made, as if they had been seen; they are numbered from `first`.
+
+    packs: the storages for which those stood that were saved in the call. Where a step saves more or less than the one
+    that was learned, without drifting, another tensor may stand for a storage: then nothing is written down.
+    """
+    given: dict[int, Node] = {}
+    for position in known.read:
+        tensor = tensors[position]
+        given[position] = lineage.node_of(tensor, tensor.untyped_storage()._cdata)
+    if known.written >= 0:
+        lineage.before_write((tensors[known.written],))
+    if known.moved:
+        lineage.before_write([tensors[position] for position in known.moved])
+    rng = RandomState(None) if known.seeded else None
+    result = call()
+    values: dict[tuple[int, int], Node] = {}
+    saved = packs()
+    as_learned = saved == known.packs or (not saved and not known.needs_saved())
+    made = _ops_made(known, given, values, lineage, entries, first, rng) if as_learned else []
+    if known.written >= 0:
+        node = lineage.rewritten(tensors[known.written], made[0] if made else None)
+        if node is not None:
+            values[0, -1] = node
+    if made:
+        for place, op, output in known.results:
+            tensor = result if place < 0 else result[place]
+            lineage.nodes[tensor.untyped_storage()._cdata] = _value(values, made, op, output).shown_by(tensor)
+        for number, op, output in known.saved if saved else ():
+            entry = entries.get(number)
+            if entry is not None and entry.node is None and entry.views and entry.in_memory:
+                lineage.saved_unseen(entry, _value(values, made, op, output))
+    return result, made
+
+
+def _value(values: dict[tuple[int, int], Node], made: Sequence[Made], op: int, output: int) -> Node:
+    node = values.get((op, output))
+    if node is None:
+        node = values[op, output] = Node.unseen(made[op], output)
+    return node
+
+
+def _ops_made(
+    known: KnownCall,
+    given: Mapping[int, Node],
+    values: dict[tuple[int, int], Node],
+    lineage: Lineage,
+    entries: Mapping[int, Entry],
+    first: int,
+    rng: RandomState | None,
+) -> list[Made]:
+    """None at all where something that they read is not there: then what they made is not made again."""
+    made: list[Made] = []
+    for inner in known.ops:
+        args = list(inner.args)
+        inputs: list[Node] = []
+        for at, within, origin, layout in inner.places:
+            if origin.position >= 0:
+                node = given[origin.position]
+            elif origin.op >= 0:
+                node = _value(values, made, origin.op, origin.output)
+            else:
+                entry = entries.get(origin.saved)
+                if entry is None or not entry.views or not entry.in_memory:
+                    return []
+                node = lineage.node_of(entry.a_tensor(), entry.key)
+            inputs.append(node)
+            if within < 0:
+                args[at] = Argument(node, layout)
+            else:
+                if type(args[at]) is tuple:
+                    args[at] = list(args[at])
+                args[at][within] = Argument(node, layout)
+        made.append(
+            Made.again(first + inner.number, inner.func, args, inner.kwargs, inputs, inner.form, inner.written, rng)
+        )
+    return made
+
+
+class Witness:
+    """Sees a call from outside and from inside, in the step that learns, and tells what to know of it."""
+
+    def __init__(self, device_type: str, lineage: Lineage, entries: Mapping[int, Entry]) -> None:
+        self._device_type = device_type
+        self._lineage = lineage
+        self._entries = entries
+        self._watches = False
+        self._made: list[tuple[int, Made, list[int]]] = []
+
+    def begin(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        try:
+            self._begin(func, args, kwargs)
+        except _NO_STORAGE:
+            self._watches = False
+
+    def _begin(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._made = []
+        is_pure = isinstance(func, _C_FUNCTIONS) or getattr(func, "__module__", None) in _PYTHON_MODULES
+        self._watches = is_pure and torch._C._len_torch_dispatch_stack() == 1  # ours
+        if not self._watches:
+            return
+        self._args = tuple(_form_of(value) for value in args)
+        self._kwargs = {name: _form_of(value) for name, value in kwargs.items()}
+        self._watches = _NEVER not in self._args and _NEVER not in self._kwargs.values()
+        surroundings = _surroundings(self._device_type)
+        if surroundings is None or not self._watches:
+            self._watches = False
+            return
+        self._surroundings = surroundings
+        self._ops = self._writes = self._seeds = 0
+        self._written = -1
+        self._moved: list[int] = []
+        given = tensors_in((*args, *kwargs.values()))
+        self._shared = _shared(given)
+        self._positions = {tensor.untyped_storage()._cdata: at for tensor, at in zip(given, self._shared, strict=True)}
+        self._weights = {at for at, tensor in enumerate(given) if tensor.requires_grad and tensor.is_leaf}
+        self._casts_weights = False
+
+    def saw(self, number: int, func: Any, args: tuple[Any, ...], made: Made | None, keys: list[int]) -> None:
+        """An op inside the call; where it is recorded, with the storages of its arguments."""
+        if self._watches:
+            try:
+                self._saw(number, func, args, made, keys)
+            except _NO_STORAGE:
+                self._watches = False
+
+    def _saw(self, number: int, func: Any, args: tuple[Any, ...], made: Made | None, keys: list[int]) -> None:
+        form = form_of(func)
+        self._ops += 1
+        self._seeds += form.seeded
+        if func.namespace != "aten" or func._opname not in _FOLLOWING or form.reshapes:
+            self._watches = False
+        elif form.written:
+            self._writes += 1
+            written = tensors_in(args[i] for i, _ in form.written if i < len(args))
+            if len(form.written) == len(written) == 1:
+                self._written = self._position(written[0])
+        elif func._opname == "_to_copy" and self._surroundings[1]:
+            self._casts_weights |= self._position(args[0]) in self._weights
+        elif form.has_statistics:
+            self._moved += [self._position(tensor) for tensor in hidden_writes(func, args)]
+        if made is not None:
+            self._made.append((number, made, keys))
+
+    def _position(self, tensor: torch.Tensor) -> int:
+        return self._positions.get(tensor.untyped_storage()._cdata, -1)
+
+    def told(self, result: Any, packs: Iterable[int]) -> KnownCall | None:
+        """The call is over; packs: the storages that were saved in it."""
+        if not self._watches or self._seeds > 1 or -1 in self._moved:
+            return None
+        if self._writes and (self._ops != 1 or self._written < 0):
+            return None
+        numbers = {id(made): op for op, (_, made, _) in enumerate(self._made)}
+        in_order = tuple(packs)
+        saved = frozenset(in_order)
+        ops = [self._inner(number, made, keys, numbers, saved) for number, made, keys in self._made]
+        try:
+            results = self._results(result, numbers)
+        except _NO_STORAGE:
+            return None
+        known = [op for op in ops if op is not None]
+        if results is None or len(known) != len(ops):
+            return None
+        return KnownCall(
+            surroundings=self._surroundings,
+            args=self._args,
+            kwargs=self._kwargs,
+            ops=tuple(known),
+            read=tuple(sorted({o.position for op in known for _, _, o, _ in op.places if o.position >= 0})),
+            results=tuple(results),
+            saved=tuple(self._saved(saved, numbers)),
+            written=self._written,
+            moved=tuple(self._moved),
+            seeded=any(op.form.seeded for op in known),
+            shared=self._shared if len(set(self._shared)) < len(self._shared) else (),
+            packs=in_order,
+            casts_weights=self._casts_weights,
+        )
+
+    def _inner(
+        self, number: int, made: Made, keys: list[int], numbers: Mapping[int, int], saved: frozenset[int]
+    ) -> Inner | None:
+        if made.grad is not self._surroundings[0]:
+            return None
+        places: list[tuple[int, int, Origin, Layout]] = []
+        template: list[Any] = []
+        storages = iter(keys)
+        for at, value in enumerate(made.args):
+            items = value if type(value) is list else [value]
+            for within, item in enumerate(items):
+                if type(item) is list:
+                    return None
+                if type(item) is Argument:
+                    origin = self._origin(item.node, next(storages), numbers, saved)
+                    if origin is None:
+                        return None
+                    places.append((at, within if items is value else -1, origin, item.layout))
+            if any(type(item) is Argument for item in items):
+                template.append(tuple(_without_tensors(items)) if items is value else None)
+            else:
+                template.append(value)
+        if any(type(value) in (Argument, list, Blank) for value in made.kwargs.values()):
+            return None
+        return Inner(number, made.func, tuple(template), tuple(places), made.kwargs, made.form, made.written)
+
+    def _origin(self, node: Node, key: int, numbers: Mapping[int, int], saved: frozenset[int]) -> Origin | None:
+        op = numbers.get(id(node.maker), -1)
+        if op >= 0:
+            return Origin(op=op, output=node.output)
+        if key in self._positions:
+            return Origin(position=self._positions[key])
+        entry = node.entry
+        if entry is not None and entry.node is node and entry.number in saved:
+            return Origin(saved=entry.number)
+        return None
+
+    def _results(self, result: Any, numbers: Mapping[int, int]) -> list[tuple[int, int, int]] | None:
+        found = []
+        for place, tensor in enumerate(result) if isinstance(result, (list, tuple)) else ((-1, result),):
+            if type(tensor) not in _PLAIN or saved_elsewhere(tensor):
+                return None
+            node = self._lineage.nodes.get(tensor.untyped_storage()._cdata)
+            if node is not None and id(node.maker) in numbers and node.output >= 0:
+                found.append((place, numbers[id(node.maker)], node.output))
+        return found
+
+    def _saved(self, saved: Iterable[int], numbers: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+        for number in sorted(saved):
+            entry = self._entries.get(number)
+            if entry is not None and entry.node is not None and id(entry.node.maker) in numbers:
+                yield number, numbers[id(entry.node.maker)], entry.node.output
+
+
+def _without_tensors(items: Iterable[Any]) -> Iterator[Any]:
+    return (None if type(item) is Argument else item for item in items)
