@@ -283,14 +283,17 @@ def another_save_in_between(net: Layers, number: int) -> torch.Tensor:
 def a_stale_copy_of_autocast(net: Layers, number: int) -> torch.Tensor:
     """Of a weight that is written between two uses, in one region where there were two."""
     weight, x = net.layers[0].weight, _rows(number)
-    regions = [torch.autocast("cpu", torch.bfloat16, enabled=on) for on in (number >= TURN, True, True)]
-    with regions[0]:
-        with regions[1] if number < TURN else contextlib.nullcontext():
+
+    def region(*, here: bool) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if here else contextlib.nullcontext()
+
+    with region(here=number >= TURN):
+        with region(here=number < TURN):
             first = torch.matmul(x, weight)
         first = first.float().sin().exp()
         with torch.no_grad():
             weight.mul_(0.5)
-        with regions[2] if number < TURN else contextlib.nullcontext():
+        with region(here=number < TURN):
             second = torch.matmul(x, weight)
         y = first + second.float().sin().exp().sin()
     loss = _finished(y)

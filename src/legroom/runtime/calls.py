@@ -197,7 +197,7 @@ class Gate(CallMode):
         number_ops: Callable[[range], None],
         matters: Callable[[Iterable[Any]], bool],
         record: Callable[[KnownCall, Any, Any, Any], Any],
-        may_write: Callable[[Iterable[Any]], None],
+        may_write: Callable[[Iterable[Any]], None] | None,
     ) -> None:
         """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay.
         record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written."""
@@ -235,7 +235,8 @@ class Gate(CallMode):
         found = self._find(number, func)
         if found is None:  # it is one more
             self._extra += 1
-            self._may_write((*args, *kwargs.values()))
+            if self._may_write is not None:
+                self._may_write((*args, *kwargs.values()))
             self._switch_hooks(on=True)
             if self._extra > _MOST_EXTRA:
                 self.stay_open()
@@ -260,8 +261,8 @@ class Gate(CallMode):
         need = way.need
         # The same function may have written to something else before, or not at all.
         writes = way.writes or (kwargs and any(_is_given(kwargs.get(name)) for name in _WRITES_IF))
-        if writes:
-            self._may_write((*args, *kwargs.values()))
+        if writes and self._may_write is not None:
+            self._may_write((*args, *kwargs.values()) if kwargs else args)
         if need != _LOOKING and not self.open:
             if writes:
                 looks = self._matters(args) or (kwargs and self._matters(kwargs.values()))

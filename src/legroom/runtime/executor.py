@@ -25,7 +25,7 @@ from legroom.runtime.calls import Called, Calls, Gate, Learner, countable, count
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
 from legroom.runtime.knowncalls import KnownCall, Witness, record
-from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, tensors_in, written_tensors
+from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
@@ -291,7 +291,7 @@ class Executor:
                 number_ops=self._number_ops,
                 matters=self.lineage.knows_any,
                 record=self._record,
-                may_write=self._may_write,
+                may_write=self._may_write if self.program.casts_weights else None,
             )
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks
@@ -704,17 +704,17 @@ class Executor:
     def _may_write(self, arguments: Iterable[Any]) -> None:
         """Note whether one of these is a weight: autocast goes on handing out the copy that it made of it before, and a
         call does not show whether it made one."""
-        if self._weights_written:
-            return
-        self._weights_written = any(
-            tensor.is_floating_point() and tensor.grad_fn is None and (tensor.requires_grad or self._is_kept(tensor))
-            for tensor in tensors_in(arguments)
-        )
+        for value in arguments:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                # What has been computed is no weight, and most of what is written in place has been.
+                is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None and tensor.is_floating_point()
+                if is_leaf and (tensor.requires_grad or self._is_kept(tensor)):
+                    self._weights_written = True
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in a storage of the model's or the optimizer's; asked for seldom, it takes milliseconds."""
         if self._kept_keys is None:
-            self._kept_keys = self.kept() if self.program.casts_weights else frozenset()
+            self._kept_keys = self.kept()
         try:
             return tensor.untyped_storage()._cdata in self._kept_keys
         except (NotImplementedError, RuntimeError):  # no storage of its own
