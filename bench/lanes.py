@@ -5,7 +5,7 @@
 
 For each workload and budget (GiB, a hard cap on reserved memory) steps run until the plan has settled; some are then
 profiled (CUPTI, by `torch.profiler`). Copies of at least 4 MiB that ran while a kernel did are held against the rates
-that `Hardware.probe` measured beforehand. Each moment in which the compute stream has nothing to do is put down to
+that were probed beforehand. Each moment in which the compute stream has nothing to do is put down to
 
     host     the next kernel had not been launched yet
     stall    it had been launched and waited for another stream, that is for a copy
@@ -169,7 +169,7 @@ def _covered(copy: _Span, spans: Sequence[_Span]) -> float:
     return sum(max(0.0, min(copy.end, span.end) - max(copy.start, span.start)) for span in spans)
 
 
-def profile_room(workload: str, budget_bytes: int, hardware: Hardware) -> tuple[Lanes, list[_Span], list[_Span]]:
+def profile_room(workload: str, budget_bytes: int, hardware: Hardware) -> Lanes:
     made = WORKLOADS[workload](device="cuda")
     room = legroom.fit(made.model, made.optimizer, budget=budget_bytes)
 
@@ -225,7 +225,7 @@ def profile_room(workload: str, budget_bytes: int, hardware: Hardware) -> tuple[
         predicted_ms=(report.predicted_step_seconds or 0.0) * 1e3,
     )
     room.close()
-    return lanes, spans, copies
+    return lanes
 
 
 def lines_of(rows: Sequence[Lanes]) -> list[list[str]]:
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
     hardware = probe("cuda")
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     for workload, budget_bytes in parsed.only:
-        row = profile_room(workload, budget_bytes, hardware)[0]
+        row = profile_room(workload, budget_bytes, hardware)
         CudaMeter().empty()  # nothing of this plan counts against the next one's budget
         print(tables.text(_HEAD, lines_of([row])), flush=True)
         results = replace(results, rows=(*results.rows, row))

@@ -2,9 +2,9 @@
 
 A dispatch mode costs about 20 microseconds an op and a hook 15 a saved tensor, for all of the step, and a plan is about
 a few ops and tensors only. So the first planned step counts the calls of PyTorch's functions as Python makes them, and
-notes which ops and hooks ran inside each. From then on the mode is on inside the calls whose ops are replayed, and the
-hooks are on inside those that save what the plan moves. Where a step makes other calls than the one that was learned,
-everything is on for the rest of it.
+notes which ops and hooks ran inside each. From then on the mode is on inside the calls whose ops are replayed, unless
+they follow from its arguments (see `knowncalls`), and the hooks are on inside those that save what the plan moves.
+Where a step makes other calls than the one that was learned, everything is on for the rest of it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Way(NamedTuple):
     writes: bool
 
 
-# What a call needs: nothing; to be looked into if it may write to something that matters; to be looked into.
+# What a call needs: nothing; to be looked into if it writes to something that matters, or moves running statistics that
+# do; to be looked into.
 _NOTHING, _IF_IT_WRITES, _IF_IT_TRAINS, _LOOKING = range(4)
 _NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False)
 
@@ -102,26 +103,17 @@ class Calls:
         known: calls that can be recorded without a look at their ops, by place."""
         self.calls = calls
         self.watched = [any(op in watched_ops for op in call.ops) for call in calls]
-        packs = [call.packs(ticks) for call in calls]
-        self.ways = [
-            Way(
-                call.func,
-                any(tick in hooked for tick in inside) if inside else None,
-                _LOOKING if watched else _need(call, writing_ops),
-                known.get(place),
-                call.ops,
-                any(op in writing_ops for op in call.ops),
-            )
-            for place, (call, inside, watched) in enumerate(zip(calls, packs, self.watched, strict=True))
-        ]
+        self.ways: list[Way] = []
+        for place, (call, watched) in enumerate(zip(calls, self.watched, strict=True)):
+            packs = call.packs(ticks)
+            hooks = any(tick in hooked for tick in packs) if packs else None
+            writes = any(op in writing_ops for op in call.ops)
+            need = _LOOKING if watched else _IF_IT_WRITES if writes else _NOTHING
+            if need == _NOTHING and getattr(call.func, "__name__", "") in _WITH_STATISTICS:
+                need = _IF_IT_TRAINS
+            self.ways.append(Way(call.func, hooks, need, known.get(place), call.ops, writes))
         # Those that need nothing at all.
         self.passed = {i for i, way in enumerate(self.ways) if way.need == _NOTHING and way.hooked is None}
-
-
-def _need(call: Called, writing_ops: Container[int]) -> int:
-    if any(op in writing_ops for op in call.ops):
-        return _IF_IT_WRITES
-    return _IF_IT_TRAINS if getattr(call.func, "__name__", "") in _WITH_STATISTICS else _NOTHING
 
 
 class CallMode(TorchFunctionMode):
@@ -152,7 +144,7 @@ class Learner(CallMode):
         """now: the numbers of the next op and of the next tick. saved_at: the storage that is saved at a tick."""
         super().__init__()
         self._now = now
-        self.witness = witness
+        self._witness = witness
         self._saved_at = saved_at
         self.calls: list[Called] = []
         self.known: dict[int, KnownCall] = {}  # by place
@@ -161,14 +153,14 @@ class Learner(CallMode):
         op, tick = self._now()
         place = len(self.calls)
         self.calls.append(Called(func, range(0), range(0)))
-        self.witness.begin(func, args, kwargs or {})
+        self._witness.begin(func, args, kwargs or {})
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             next_op, next_tick = self._now()
             self.calls[place] = Called(func, range(op, next_op), range(tick, next_tick))
         if next_op > op:
-            known = self.witness.told(result, map(self._saved_at, range(tick, next_tick)))
+            known = self._witness.told(result, map(self._saved_at, range(tick, next_tick)))
             if known is not None:
                 self.known[place] = known
         return result

@@ -57,7 +57,8 @@ class Ticks(NamedTuple):
 
     at: list[tuple[Instruction | TakeSpacer | EndSpacer, ...]]
     # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
-    # else gets one, kept by the plan or not: if the step drifts it must be able to go.
+    # else gets one, kept by the plan or not: if the step drifts it must be able to go. Where hooks are left out, only
+    # what is moved or read by a replay: the rest has no hook as it is.
     expected: list[tuple[bool, int, int, bool]]
     last_drop: dict[int, int]  # by storage
     light: list[bool]  # packs at which nothing is to be done, of what needs no entry
@@ -205,7 +206,7 @@ class Program:
         here = (instruction for tick in call.ticks for instruction in self._instructions.get(tick, ()))
         storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
         shown = {storage.id for storage in storages if _may_have_to_go(storage)}
-        return known.needs_saved() <= shown and not any(isinstance(i, Drop) and i.storage in made for i in here)
+        return known.needs <= shown and not any(isinstance(i, Drop) and i.storage in made for i in here)
 
     def one_replayed(self, number: int) -> frozenset[int]:
         """One of the storages that are replayed, another with every number; none where none is."""

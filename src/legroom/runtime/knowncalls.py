@@ -53,8 +53,6 @@ _CONSTANTS = frozenset(
 _NEVER = object()
 _NO_STORAGE = (NotImplementedError, RuntimeError)  # of its own; some tensors say so in one way, some in the other
 _STRIDED = torch.strided
-
-
 _transformed: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # None outside of vmap and its like
 
 
@@ -135,9 +133,8 @@ class Inner(NamedTuple):
     number: int  # in the step
     func: Any
     args: tuple[Any, ...]  # with None in place of tensors
-    places: tuple[
-        tuple[int, int, Origin, Layout], ...
-    ]  # argument, place in it if it is a list, where from, how it lies
+    # Of each tensor: the argument, the place in it if it is a list, where it is from, how it lies.
+    places: tuple[tuple[int, int, Origin, Layout], ...]
     kwargs: dict[str, Any]
     form: Form
     written: Sequence[int]
@@ -158,6 +155,7 @@ class KnownCall(NamedTuple):
     seeded: bool
     shared: tuple[int, ...]  # of each tensor, the first with the same storage; () where all have their own
     packs: tuple[int, ...]  # the storages that are saved, one after the other
+    needs: frozenset[int]  # those whose hooks must run in the call, for ops read them and have them from nowhere else
     casts_weights: bool  # and may be handed a copy that autocast has made of them before
 
     def tensors(self, args: Any, kwargs: Any, device_type: str) -> list[torch.Tensor] | None:
@@ -173,10 +171,6 @@ class KnownCall(NamedTuple):
             return None
         # Those that shared none may share one: then they are one value, found by its storage.
         return found if not self.shared or _shared(found) == self.shared else None
-
-    def needs_saved(self) -> set[int]:
-        """Storages whose hooks must run in the call, for ops read them and have them from nowhere else."""
-        return {origin.saved for op in self.ops for _, _, origin, _ in op.places if origin.saved >= 0}
 
 
 def record(
@@ -205,7 +199,7 @@ def record(
     result = call()
     values: dict[tuple[int, int], Node] = {}
     saved = packs()
-    as_learned = saved == known.packs or (not saved and not known.needs_saved())
+    as_learned = saved == known.packs or (not saved and not known.needs)
     made = _ops_made(known, given, values, lineage, entries, first, rng) if as_learned else []
     if known.written >= 0:
         node = lineage.rewritten(tensors[known.written], made[0] if made else None)
@@ -364,6 +358,7 @@ class Witness:
             seeded=any(op.form.seeded for op in known),
             shared=self._shared if len(set(self._shared)) < len(self._shared) else (),
             packs=in_order,
+            needs=frozenset(o.saved for op in known for _, _, o, _ in op.places if o.saved >= 0),
             casts_weights=self._casts_weights,
         )
 
