@@ -1,8 +1,9 @@
 """The allocator's own account of a step: every allocation and free, op-internal workspace included, in program order.
 
 On the CPU it comes from PyTorch's profiler, event by event. On CUDA the allocator's counters are read at every mark:
-the level, and the peak since the mark before, which is all that a curve over ticks needs. The runtime writes marks
-into the log, so that what the program did and what legroom did can be told apart afterwards.
+the level, and the peak since the mark before, which is all that a curve over ticks needs. A log that records a step
+tells of the blocks one by one beside that, on CUDA from the allocator's history. The runtime writes marks into the log,
+so that what the program did and what legroom did can be told apart afterwards.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile
+
+from legroom.history import History
 
 # Marks in the log. What lies inside OWN, TICK and PROOF was done by legroom; OP is one op that the mode saw.
 TICK = "legroom::tick"
@@ -38,6 +41,14 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """One block, where the log knows them: beside what Allocation counts, not added to it."""
+
+    key: int  # the same when it is asked for and when it goes
+    nbytes: int  # 0: it goes
+
+
+@dataclass(frozen=True, slots=True)
 class Enter:
     """The beginning of a mark or of an outermost op."""
 
@@ -52,7 +63,7 @@ class Leave:
     name: str
 
 
-Event = Allocation | Enter | Leave
+Event = Allocation | Block | Enter | Leave
 
 
 class Log(Protocol):
@@ -77,10 +88,11 @@ def mark(name: str) -> Any:
 
 
 class ProfilerLog:
-    """The CPU allocator's events, from the profiler; with `ops`, what backward's ops were called with as well."""
+    """The CPU allocator's events, from the profiler; with `ops`, single blocks and backward's shapes as well."""
 
     def __init__(self, *, ops: bool) -> None:
         self._profile = _profiler(cuda=False, shapes=ops)
+        self._blocks = ops
         self._running = False
 
     def start(self) -> None:
@@ -97,30 +109,39 @@ class ProfilerLog:
     def stop(self) -> list[Event]:
         self._running = False
         self._profile.__exit__(None, None, None)
-        return [event for _, event in _flatten(self._profile.kineto_results.experimental_event_tree(), None)]
+        events = (event for _, event in _flatten(self._profile.kineto_results.experimental_event_tree(), None))
+        return [event for event in events if self._blocks or not isinstance(event, Block)]
 
 
 class SampledLog:
-    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times as well."""
+    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, and the
+    allocator's history, as well."""
 
     def __init__(self, index: int, *, ops: bool) -> None:
         self._index = index
         self._profile = _profiler(cuda=True, shapes=True) if ops else None
+        self._history = History(index)
         self._events: list[Event] = []
         self._last = 0
         self._marks = 0
+        self._requests = 0  # allocations and frees, as the allocator counts them
+        self._requests_before = 0  # the log began
+        self._places: list[int] = []  # of each mark: how many of them lie between the beginning and it
 
     def start(self) -> None:
         global _sampler
         if self._profile is not None:
             self._profile.__enter__()
+            self._history.start()
         torch._C._cuda_resetPeakMemoryStats(self._index)
         self._last = self._read()[0]
+        self._requests_before = self._requests
         _sampler = self
 
     def cancel(self) -> None:
         global _sampler
         _sampler = None
+        self._history.cancel()
         if self._profile is not None:
             with contextlib.suppress(Exception), _detaching(self._index):
                 self._profile.__exit__(None, None, None)
@@ -129,6 +150,8 @@ class SampledLog:
         global _sampler
         self.sample()
         _sampler = None
+        requests = self._requests - self._requests_before
+        self._events = with_requests(self._events, [*self._places, requests], self._history.stop())
         if self._profile is None:
             return [_unnumbered(event) for event in self._events]
         with _detaching(self._index):
@@ -151,15 +174,20 @@ class SampledLog:
         return f"{name}{_NUMBER}{self._marks}"
 
     def enter(self, name: str) -> None:
-        self.sample()
-        self._events.append(Enter(name, 0.0, "", False))
+        self._note(Enter(name, 0.0, "", False))
 
     def leave(self, name: str) -> None:
+        self._note(Leave(name))
+
+    def _note(self, mark: Enter | Leave) -> None:
         self.sample()
-        self._events.append(Leave(name))
+        self._events.append(mark)
+        self._places.append(self._requests - self._requests_before)
 
     def _read(self) -> tuple[int, int]:
-        counters = torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]
+        stats = torch._C._cuda_memoryStats(self._index)
+        counters, requests = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
+        self._requests = requests["allocated"] + requests["freed"]
         return counters["current"], counters["peak"]
 
     def _merged(self, profiled: Iterator[tuple[int, Event]]) -> Iterator[Event]:
@@ -173,7 +201,7 @@ class SampledLog:
         last: tuple[type, str] | None = None
         last_of: dict[int, tuple[type, str]] = {}
         for thread, event in profiled:
-            if isinstance(event, Allocation):
+            if isinstance(event, (Allocation, Block)):
                 continue
             if event.name.startswith("legroom::"):
                 last = last_of[thread] = (type(event), event.name)
@@ -182,12 +210,33 @@ class SampledLog:
                 behind[last_of.get(thread, last)].append(event)
         yield from behind[None]
         for seen in self._events:
-            if isinstance(seen, Allocation):
+            if isinstance(seen, (Allocation, Block)):
                 yield seen
             else:
                 key = (type(seen), seen.name)
                 yield _unnumbered(marks.get(key, seen))
                 yield from behind[key]
+
+
+def with_requests(
+    events: Sequence[Event], places: Sequence[int], history: Sequence[tuple[int, int] | None]
+) -> list[Event]:
+    """Sampled events with the blocks of a history between them, as far as those are told about.
+
+    places: how many of the history's requests came before each mark, and last, how many there were in all. Where that
+    is not what the history holds, it is of no use.
+    """
+    if len(history) != places[-1]:
+        return list(events)
+    merged: list[Event] = []
+    told = marks = 0
+    for event in events:
+        if isinstance(event, (Enter, Leave)):
+            merged += [Block(*block) for block in history[told : places[marks]] if block is not None]
+            told, marks = places[marks], marks + 1
+        merged.append(event)
+    merged += [Block(*block) for block in history[told:] if block is not None]
+    return merged
 
 
 class _SampledMark:
@@ -212,7 +261,7 @@ _NUMBER = "#"  # between a mark's name and its number
 
 
 def _unnumbered(event: Event) -> Event:
-    if isinstance(event, Allocation) or not event.name.startswith("legroom::"):
+    if isinstance(event, (Allocation, Block)) or not event.name.startswith("legroom::"):
         return event
     return dataclasses.replace(event, name=event.name.partition(_NUMBER)[0])
 
@@ -270,7 +319,8 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
     stack: list[Any] = [(node, False, False) for node in reversed(roots)]
     # The CPU allocator remembers blocks from earlier logs and reports their frees in this one, those from before any
     # log not at all. Both are left to the census, which knows what was there at the start.
-    known: set[int] = set()
+    known: dict[int, int] = {}
+    blocks = 0
     while stack:
         item = stack.pop()
         if len(item) == 2:
@@ -283,12 +333,15 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
             if fields.device.type != "cpu":
                 continue
             if nbytes > 0:
-                known.add(fields.ptr)
+                known[fields.ptr] = blocks
+                request = Block(blocks, nbytes)
+                blocks += 1
             elif fields.ptr not in known:
                 continue
             else:
-                known.remove(fields.ptr)
+                request = Block(known.pop(fields.ptr), 0)
             yield node.start_tid, Allocation(nbytes)
+            yield node.start_tid, request
             continue
         name = node.name
         ours = name.startswith("legroom::")

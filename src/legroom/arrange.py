@@ -5,11 +5,11 @@ and go leaves holes, and the largest request of the step, such as the gradient o
 though all holes together are larger. The allocator then stops the device to map its pages anew, in every step
 (22 ms of 150 on an H200), or ends the step with an error.
 
-A step makes the same requests every time, so what happens can be worked out: those of forward and of the plan are known
-one by one, those of backward by how the level moves between two ticks. Where a request finds no hole, a *spacer* helps:
-a block that nobody uses, taken at one tick and given back at a later one, so that what is allocated meanwhile falls
-elsewhere, and the hole that is missing stays whole. Spacers are found by trial: each one is tried on the whole step,
-and those that let it come furthest stay.
+A step makes the same requests every time, so what happens can be worked out: a trace has those of the program one by
+one, and the plan adds its own. (A trace from a file has those of backward only by how the level moves between two
+ticks.) Where a request finds no hole, a *spacer* helps: a block that nobody uses, taken at one tick and given back at a
+later one, so that what is allocated meanwhile falls elsewhere, and the hole that is missing stays whole. Spacers are
+found by trial: each one is tried on the whole step, and those that let it come furthest stay.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from legroom.bestfit import how_far
 from legroom.ir import Trace
-from legroom.schedule import Drop, Prefetch, Release, Replay, Schedule, memory_curve
+from legroom.schedule import Drop, Instruction, Prefetch, Release, Replay, Schedule, memory_curve
 
 _NOISE_BYTES = 2**19
 _LARGE_BYTES = 2**20  # smaller requests have pages of their own
@@ -42,6 +42,16 @@ class Spacer(NamedTuple):
     tick: int
     until: int
     nbytes: int
+
+
+class Piece(NamedTuple):
+    """Free memory in one piece."""
+
+    nbytes: int
+    beyond_bytes: int = 0  # addresses right behind it for which no memory is mapped: it could grow by so much
+
+
+UNBOUNDED = 1 << 60  # as beyond_bytes: up to the end of the addresses
 
 
 class Event(NamedTuple):
@@ -64,17 +74,24 @@ class _Stop(NamedTuple):
 
 
 class Arena:
-    """Free memory, and best fit as PyTorch's allocator does it."""
+    """Free memory, and best fit as PyTorch's allocator does it.
 
-    def __init__(self, pieces: Iterable[int]) -> None:
-        """pieces: what is free at the beginning, in bytes; they do not touch."""
+    It takes the smallest hole that a request fits into, but counts one that could grow for as large as it could become:
+    where the next larger one counts for less, it takes that, and so on.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        """pieces: what is free at the beginning; they do not touch."""
         self._size_at: dict[int, int] = {}
         self._start_of: dict[int, int] = {}  # by where it ends
         self._by_size: list[tuple[int, int]] = []
+        self.edges: dict[int, int] = {}  # where pieces end that could grow, and by how much
         start = 0
-        for nbytes in pieces:
+        for nbytes, beyond_bytes in pieces:
             if nbytes > 0:
                 self._add(start, nbytes)
+                if beyond_bytes:
+                    self.edges[start + nbytes] = beyond_bytes
                 start += nbytes + 1
 
     def _add(self, start: int, nbytes: int) -> None:
@@ -93,11 +110,17 @@ class Arena:
         place = bisect_left(self._by_size, (nbytes, -1))
         if place == len(self._by_size):
             return None
+        while place + 1 < len(self._by_size) and self._counts(place + 1) < self._counts(place):
+            place += 1
         hole_bytes, start = self._by_size[place]
         self._remove(start)
         if hole_bytes > nbytes:
             self._add(start + nbytes, hole_bytes - nbytes)
         return start, hole_bytes
+
+    def _counts(self, place: int) -> int:
+        nbytes, start = self._by_size[place]
+        return nbytes + self.edges.get(start + nbytes, 0)
 
     def give_back(self, start: int, nbytes: int) -> None:
         if start + nbytes in self._size_at:
@@ -115,12 +138,12 @@ class Arena:
         return self._by_size[-1][0] if self._by_size else 0
 
 
-def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[int]) -> tuple[Spacer, ...] | None:
+def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[Piece]) -> tuple[Spacer, ...] | None:
     """Spacers with which the step finds room for all its requests; None where none were found.
 
     pieces: the free memory at the beginning of a step. The step's peak is no higher with spacers.
     """
-    events = list(requests(trace, schedule))
+    events = _large(requests(trace, schedule))
     peaks = [peak_bytes for _, _, peak_bytes in memory_curve(trace, schedule)]
     most_bytes = max((trace.head_peak_bytes, *peaks))
     trials = max(20, _MOST_TRIAL_EVENTS // max(1, len(events)) // _MOST_SPACERS)
@@ -151,6 +174,20 @@ def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[int]) -> tup
     return None
 
 
+def _large(events: Iterable[Event]) -> list[Event]:
+    """Without the requests that have pages of their own, which are most of them."""
+    chosen: list[Event] = []
+    small: set[int] = set()
+    for event in events:
+        if 0 < event.nbytes <= _LARGE_BYTES:
+            small.add(event.key)
+        elif event.nbytes == 0 and event.key in small:
+            small.remove(event.key)
+        else:
+            chosen.append(event)
+    return chosen
+
+
 def _spread(best: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The first few, of which not too many came to the same request: those are much the same."""
     seen = Counter[int]()
@@ -165,13 +202,15 @@ def _spread(best: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class _QuickTrial:
     """As `_trial`, for those who want to know only how far the step comes: some 30 times as fast."""
 
-    def __init__(self, events: Sequence[Event], pieces: Sequence[int]) -> None:
+    def __init__(self, events: Sequence[Event], pieces: Sequence[Piece]) -> None:
         numbers: dict[int, int] = {}
         self._keys = np.array(
             [e.key if e.nbytes < 0 else numbers.setdefault(e.key, len(numbers)) for e in events], np.int64
         )
         self._requests = np.array([e.nbytes for e in events], np.int64)
-        self._holes = Arena(pieces).holes()
+        arena = Arena(pieces)
+        self._holes = arena.holes()
+        self._edges = np.array(list(arena.edges.items()), np.int64).ravel()
         self._starts, self._sizes = np.zeros((2, len(events) + len(self._holes) + 1), np.int64)
         self._blocks = np.zeros(2 * len(numbers) + 2, np.int64)
 
@@ -190,14 +229,15 @@ class _QuickTrial:
             len(self._holes),
             self._blocks,
             _LARGE_BYTES,
+            self._edges,
         )
         return int(place), int(largest)
 
 
 def small_bytes(trace: Trace) -> int:
-    """The most that requests too small for the arena take at once: at a guess, gradients being unknown."""
+    """The most that requests too small for the arena take at once; at a guess where those of backward are unknown."""
     gradients = sum(s.nbytes for s in trace.storages if s.kind == "parameter" and s.nbytes <= _LARGE_BYTES)
-    level = most = 0
+    level = most = 0 if trace.requests else gradients
     live: dict[int, int] = {}
     for key, nbytes in requests(trace, Schedule((), "")):
         if 0 < nbytes <= _LARGE_BYTES:
@@ -206,14 +246,14 @@ def small_bytes(trace: Trace) -> int:
             live[key] = nbytes
         elif nbytes == 0:
             level -= live.pop(key, 0)
-    return gradients + most
+    return most
 
 
 def _spaced(spacers: Sequence[Spacer], tick: int) -> int:
     return sum(spacer.nbytes for spacer in spacers if spacer.tick <= tick < spacer.until)
 
 
-def _trial(events: Sequence[Event], pieces: Sequence[int], spacers: Sequence[Spacer]) -> _Stop | None:
+def _trial(events: Sequence[Event], pieces: Sequence[Piece], spacers: Sequence[Spacer]) -> _Stop | None:
     """Where the step's requests end for want of a hole; None where they all find one."""
     arena = Arena(pieces)
     taken: dict[int, list[Spacer]] = defaultdict(list)
@@ -367,17 +407,40 @@ class _Program:
 
 
 def requests(trace: Trace, schedule: Schedule) -> Iterator[Event]:
-    """What a step under this schedule asks of the allocator, in order.
-
-    When a temporary goes, and what backward allocates, is not in the trace, but how the level moves is: a temporary
-    that was read for the last time goes when there would be too much otherwise, and what the level has gained in
-    backward from one tick to the next is taken for one block.
-    """
-    storages, ticks = trace.storages, trace.ticks
-    born, read, goes = _lives(trace)
-    instructions = defaultdict(list)
+    """What a step under this schedule asks of the allocator, in order."""
+    instructions: dict[int, list[Instruction]] = defaultdict(list)
     for instruction in schedule.instructions:
         instructions[instruction.tick].append(instruction)
+    if not trace.requests:
+        yield from _estimated(trace, instructions)
+        return
+    yield from itertools.starmap(Event, trace.requests[0])
+    for number, segment in enumerate(trace.requests[1:]):
+        yield from _at_tick(trace, number, instructions)
+        yield from itertools.starmap(Event, segment)
+
+
+def _at_tick(trace: Trace, number: int, instructions: Mapping[int, Sequence[Instruction]]) -> Iterator[Event]:
+    yield Event(number, -1)
+    for instruction in instructions.get(number, ()):
+        match instruction:
+            case Release() | Drop():
+                yield Event(instruction.storage, 0)
+            case Prefetch():
+                yield Event(instruction.storage, trace.storages[instruction.storage].nbytes)
+            case Replay():
+                yield from _replayed(trace, instruction)
+
+
+def _estimated(trace: Trace, instructions: Mapping[int, Sequence[Instruction]]) -> Iterator[Event]:
+    """The requests where the trace has none.
+
+    When a temporary goes, and what backward allocates, is not known, but how the level moves is: a temporary that was
+    read for the last time goes when there would be too much otherwise, and what the level has gained in backward from
+    one tick to the next is taken for one block.
+    """
+    ticks = trace.ticks
+    born, read, goes = _lives(trace)
     program = _Program(trace)
     op = 0
     backward = False
@@ -401,15 +464,7 @@ def requests(trace: Trace, schedule: Schedule) -> Iterator[Event]:
         tick = ticks[number]
         backward = backward or tick.kind == "unpack"
         yield from program.stands_at(tick.level_bytes, backward=backward)
-        yield Event(number, -1)
-        for instruction in instructions.get(number, ()):
-            match instruction:
-                case Release() | Drop():
-                    yield Event(instruction.storage, 0)
-                case Prefetch():
-                    yield Event(instruction.storage, storages[instruction.storage].nbytes)
-                case Replay():
-                    yield from _replayed(trace, instruction)
+        yield from _at_tick(trace, number, instructions)
         if backward:
             after = ticks[number + 1].level_bytes if number + 1 < len(ticks) else tick.level_bytes
             beyond = program.nameless(tick.peak_bytes - max(tick.level_bytes, after))

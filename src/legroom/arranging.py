@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legroom.arrange import Spacer, find_spacers, small_bytes
+from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, small_bytes
 from legroom.brim import UNARRANGED, Brim
 from legroom.errors import BudgetError
 from legroom.following import checked
@@ -22,7 +23,7 @@ from legroom.runtime.device import Device
 from legroom.schedule import Schedule, check_schedule, lower
 
 _PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
-_CERTAIN = 0.985
+_CERTAIN, _GUESSED = 0.995, 0.985  # of the arena, where requests are known one by one, and where not
 _SLOW_SECONDS = 10.0  # for a planner: then it is not asked time and again
 _SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
 
@@ -35,7 +36,7 @@ class Space:
     floor_bytes: int  # the smallest budget for which there is a plan
     base_bytes: int  # alive before the step
     free_bytes: int  # that can be mapped in one piece
-    pieces: tuple[int, ...]  # mapped already, and free
+    pieces: tuple[Piece, ...]  # mapped already, and free
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,20 @@ def _arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: S
     peak_bytes = check_schedule(trace, schedule)
     if not schedule.instructions:
         return Found(plan, schedule, hardware, brim)
-    # A plan that takes less than it may needs no more than that. And not all of it is counted on: what backward asks
-    # for is known by its sum only. Three plans for the GPT in 16.1 GiB that had fitted to the last byte did not fit in
-    # the step.
+    # A plan that takes less than it may needs no more than that. And not all of it is counted on: where what backward
+    # asks for was known by its sum only, three plans for the GPT in 16.1 GiB that had fitted to the last byte did not
+    # fit in the step.
     enough_bytes = int((peak_bytes - space.base_bytes) / UNARRANGED)
     arena_bytes = max(0, min(space.free_bytes, enough_bytes) // _PAGE_BYTES * _PAGE_BYTES)
-    spacers = find_spacers(trace, schedule, (int(arena_bytes * _CERTAIN), *space.pieces))
+    spacers = find_spacers(
+        trace, schedule, _with_arena(space.pieces, int(arena_bytes * (_CERTAIN if trace.requests else _GUESSED)))
+    )
     return Found(plan, schedule, hardware, brim, arena_bytes if spacers is not None else 0, spacers)
+
+
+def _with_arena(pieces: Sequence[Piece], arena_bytes: int) -> list[Piece]:
+    """The free memory once so much more has been mapped: at the end of all addresses, in one piece with what is free
+    there."""
+    last = next((piece for piece in pieces if piece.beyond_bytes == UNBOUNDED), Piece(0, UNBOUNDED))
+    rest = [piece for piece in pieces if piece is not last]
+    return [Piece(last.nbytes + arena_bytes, UNBOUNDED), *rest]

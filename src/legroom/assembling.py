@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from legroom.blocks import requests_of
 from legroom.curve import Curve, RunOp
 from legroom.errors import TraceError
 from legroom.ir import Kind, Op, Storage, Tick, Trace, validate
@@ -41,6 +42,7 @@ def assemble(recorder: Recorder, census: Census, curve: Curve, device: str) -> T
     trace = Trace(
         tuple(storages), tuple(_ops(recorder, curve, device)), tuple(ticks), curve.segments[0].peak_bytes, device
     )
+    trace = replace(trace, requests=requests_of(trace, curve))
     validate(trace)
     return trace
 

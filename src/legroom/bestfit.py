@@ -11,15 +11,43 @@ Ints = npt.NDArray[np.int64]
 
 
 @compiled
-def _smallest(starts: Ints, sizes: Ints, count: int, nbytes: int) -> int:
-    """Which hole is the smallest that is large enough, the lowest among equals; -1 where none is."""
+def _next(starts: Ints, sizes: Ints, count: int, nbytes: int, after: int) -> int:
+    """Which hole is the smallest that is large enough, the lowest among equals, of those behind hole `after` in that
+    order, where that is not -1; -1 where none is."""
     best = -1
     for hole in range(count):
-        if sizes[hole] >= nbytes and (
-            best < 0 or sizes[hole] < sizes[best] or (sizes[hole] == sizes[best] and starts[hole] < starts[best])
-        ):
+        size, start = sizes[hole], starts[hole]
+        if size < nbytes:
+            continue
+        if after >= 0 and (size < sizes[after] or (size == sizes[after] and start <= starts[after])):
+            continue
+        if best < 0 or size < sizes[best] or (size == sizes[best] and start < starts[best]):
             best = hole
     return best
+
+
+@compiled
+def _beyond(edges: Ints, end: int) -> int:
+    """What a hole that ends there could grow by. edges: addresses, each with that many bytes."""
+    for row in range(len(edges) // 2):
+        if edges[2 * row] == end:
+            return int(edges[2 * row + 1])
+    return 0
+
+
+@compiled
+def _smallest(starts: Ints, sizes: Ints, count: int, nbytes: int, edges: Ints) -> int:
+    """The hole that is taken, as arrange.Arena.take has it; -1 where none is large enough."""
+    hole = _next(starts, sizes, count, nbytes, -1)
+    while hole >= 0:
+        more = _beyond(edges, starts[hole] + sizes[hole])
+        if more == 0:
+            break
+        other = _next(starts, sizes, count, nbytes, hole)
+        if other < 0 or sizes[other] + _beyond(edges, starts[other] + sizes[other]) >= sizes[hole] + more:
+            break
+        hole = other
+    return hole
 
 
 @compiled
@@ -59,13 +87,15 @@ def _largest(sizes: Ints, count: int) -> int:
 
 @compiled
 def how_far(
-    keys: Ints, requests: Ints, spacers: Ints, starts: Ints, sizes: Ints, count: int, blocks: Ints, least_bytes: int
-) -> tuple[int, int]:
+    keys: Ints, requests: Ints, spacers: Ints, starts: Ints, sizes: Ints, count: int, blocks: Ints, least_bytes: int,
+    edges: Ints,
+) -> tuple[int, int]:  # fmt: skip
     """How many of a step's events go well, and the largest hole at the first that does not.
 
     keys, requests: as arrange.Event, keys counted from 0. spacers: rows of tick, until, bytes, and room for an address.
     starts, sizes: holes, `count` of them at the beginning, with room for one more than there are events. blocks: room
-    for an address and a size for each key. least_bytes: smaller requests are passed over.
+    for an address and a size for each key. least_bytes: smaller requests are passed over. edges: as for
+    `_beyond`.
     """
     rows = len(spacers) // 4
     for place in range(len(keys)):
@@ -76,13 +106,13 @@ def how_far(
                     count = _give_back(starts, sizes, count, spacers[4 * row + 3], spacers[4 * row + 2])
             for row in range(rows):
                 if spacers[4 * row] == key:
-                    hole = _smallest(starts, sizes, count, spacers[4 * row + 2])
+                    hole = _smallest(starts, sizes, count, spacers[4 * row + 2], edges)
                     if hole < 0:
                         return place, _largest(sizes, count)
                     spacers[4 * row + 3] = starts[hole]
                     count = _take(starts, sizes, count, hole, spacers[4 * row + 2])
         elif nbytes > least_bytes:
-            hole = _smallest(starts, sizes, count, nbytes)
+            hole = _smallest(starts, sizes, count, nbytes, edges)
             if hole < 0:
                 return place, _largest(sizes, count)
             blocks[2 * key], blocks[2 * key + 1] = starts[hole], nbytes

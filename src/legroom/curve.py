@@ -9,6 +9,7 @@ what the budget is held against.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from legroom.alloclog import (
     FREED,
@@ -21,10 +22,20 @@ from legroom.alloclog import (
     STANDS,
     TICK,
     Allocation,
+    Block,
     Enter,
     Event,
     Leave,
 )
+
+
+class Move(NamedTuple):
+    """A block comes or goes."""
+
+    # gone: a storage of so many bytes died while it was not in memory, so that no block tells of it
+    what: Literal["asked", "freed", "reloaded", "evicted", "gone"]
+    key: int
+    nbytes: int  # 0: freed or evicted
 
 
 @dataclass(slots=True)
@@ -35,6 +46,8 @@ class Segment:
     peak_bytes: int  # kept, the most until the next tick
     measured_peak_bytes: int  # measured, the tick's own work included
     ops: int  # ops begun before this tick
+    moves: list[Move] = field(default_factory=list)  # empty where the log does not tell of single blocks
+    reloads: list[Move] = field(default_factory=list)  # what the tick's own work asked for and left there
 
 
 @dataclass(slots=True)
@@ -46,6 +59,7 @@ class RunOp:
     shapes: str
     seconds: float
     growth_bytes: int  # the most alive inside it beyond what was alive before
+    left: list[Move] = field(default_factory=list)  # what it asked for and left there
 
 
 @dataclass(slots=True)
@@ -61,8 +75,27 @@ class _Reader:
         self.kept = self.measured = base_bytes
         self.curve = Curve([Segment(base_bytes, base_bytes, base_bytes, 0)], [], base_bytes)
         self.own_depth = 0
+        self.in_tick = False
         self.seen = 0
         self.open_ops: list[tuple[RunOp, int]] = []
+        self.blocks: set[int] = set()  # that were asked for since the log began, and are there
+
+    def block(self, event: Block) -> None:
+        own = self.own_depth > 0
+        if event.nbytes > 0:
+            self.blocks.add(event.key)
+            move = Move("reloaded" if own else "asked", event.key, event.nbytes)
+            if self.in_tick:
+                self.curve.segments[-1].reloads.append(move)
+            elif self.open_ops and not own:
+                self.open_ops[0][0].left.append(move)
+        else:
+            self.blocks.discard(event.key)
+            move = Move("evicted" if own else "freed", event.key, 0)
+        self.curve.segments[-1].moves.append(move)
+
+    def still_there(self, moves: list[Move]) -> list[Move]:
+        return [move for move in moves if move.key in self.blocks]
 
     def allocation(self, event: Allocation) -> None:
         self.measured += event.nbytes
@@ -87,6 +120,7 @@ class _Reader:
             self.curve.segments.append(Segment(self.kept, self.kept, 0, len(self.curve.ops)))
         if name in (TICK, OWN) or trial:
             self.own_depth += 1
+            self.in_tick = self.in_tick or name == TICK
             return "tick" if name == TICK else "own"
         if name == OPTIMIZER:
             self.curve.before_optimizer_bytes = self.curve.before_optimizer_bytes or self.curve.measured_peak_bytes
@@ -99,6 +133,7 @@ class _Reader:
             return "op"
         if name.startswith(GONE):
             self.kept -= int(name[len(GONE) :])
+            self.curve.segments[-1].moves.append(Move("gone", -1, int(name[len(GONE) :])))
         elif name.startswith(FREED):
             self.kept -= int(name[len(FREED) :])
             self.measured -= int(name[len(FREED) :])
@@ -114,8 +149,11 @@ class _Reader:
             self.own_depth -= 1
             if kind == "tick":
                 self.note()  # what the tick's own work left; what stood before it belongs to the segment before
+                self.in_tick = False
+                self.curve.segments[-1].reloads = self.still_there(self.curve.segments[-1].reloads)
         elif kind == "op":
-            self.open_ops.pop()
+            op, _ = self.open_ops.pop()
+            op.left = self.still_there(op.left)
 
     def begin_op(self, event: Enter, seen: int) -> None:
         op = RunOp(seen, event.name, event.shapes, event.seconds, 0)
@@ -132,6 +170,8 @@ def read_curve(events: list[Event], base_bytes: int) -> Curve:
         match event:
             case Allocation():
                 reader.allocation(event)
+            case Block():
+                reader.block(event)
             case Enter():
                 inside.append(reader.enter(event, trial=event.name == PROOF and i not in stands))
             case Leave():

@@ -102,6 +102,10 @@ class Trace:
         """All gaps, by storage id, then by start."""
         out: list[Gap] = []
         for storage in self.storages:
+    # What the program asks of the allocator, everything kept, in the head and then in each segment: (key, bytes) is a
+    # request, (key, 0) lets that block go, and a storage's key is its id. Empty where only the levels are known; files
+    # do not have it.
+    requests: tuple[tuple[tuple[int, int], ...], ...] = ()
             for start, end in storage.gaps:
                 out.append(Gap(len(out), storage.id, start, end))
         return tuple(out)
@@ -140,6 +144,8 @@ def validate(trace: Trace) -> None:
 
 def _validate_storage(index: int, storage: Storage) -> None:
     path = f"trace.storages[{index}]"
+    if trace.requests and len(trace.requests) != len(trace.ticks) + 1:
+        _fail("trace.requests", f"expected those of {len(trace.ticks) + 1} segments or none, got {len(trace.requests)}")
     _same(f"{path}.id", storage.id, index)
     _integer(f"{path}.nbytes", storage.nbytes)
     _one_of(f"{path}.kind", storage.kind, _KINDS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.arrange import Arena, Event, Spacer, find_spacers, requests, small_bytes
+from legroom.arrange import UNBOUNDED, Arena, Event, Piece, Spacer, find_spacers, requests, small_bytes
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Trace
@@ -24,15 +24,18 @@ MIB = 2**20
 
 
 class SlowFit:
-    """Best fit by looking at everything: blocks in a list, the hole that is smallest, the lowest among equals."""
+    """Best fit by looking at everything: blocks in a list, the hole that is smallest, the lowest among equals.
 
-    def __init__(self, pieces: list[int]) -> None:
+    From one that could grow on to the next larger, as long as that counts for less.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces
         self.blocks: dict[object, tuple[int, int, int]] = {}  # key -> piece, start, bytes
 
     def holes(self) -> list[tuple[int, int, int]]:
         found = []
-        for piece, nbytes in enumerate(self.pieces):
+        for piece, (nbytes, _) in enumerate(self.pieces):
             at = 0
             for _, start, size in sorted(block for block in self.blocks.values() if block[0] == piece):
                 if start > at:
@@ -42,20 +45,32 @@ class SlowFit:
                 found.append((nbytes - at, piece, at))
         return found
 
+    def counts(self, hole: tuple[int, int, int]) -> int:
+        nbytes, piece, start = hole
+        whole = self.pieces[piece]
+        return nbytes + (whole.beyond_bytes if start + nbytes == whole.nbytes else 0)
+
     def take(self, key: object, nbytes: int) -> bool:
-        fitting = [hole for hole in self.holes() if hole[0] >= nbytes]
+        fitting = sorted(hole for hole in self.holes() if hole[0] >= nbytes)
         if fitting:
-            _, piece, start = min(fitting)
+            while len(fitting) > 1 and self.counts(fitting[1]) < self.counts(fitting[0]):
+                del fitting[0]
+            _, piece, start = fitting[0]
             self.blocks[key] = piece, start, nbytes
         return bool(fitting)
 
 
+PIECES = st.lists(
+    st.builds(Piece, st.integers(1, 40), st.sampled_from([0, 0, 3, 10, 30, UNBOUNDED])), min_size=1, max_size=4
+)
+
+
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    PIECES,
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 25)), max_size=60),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_arena_is_best_fit(pieces: list[int], wishes: list[tuple[int, int]]) -> None:
+def test_the_arena_is_best_fit(pieces: list[Piece], wishes: list[tuple[int, int]]) -> None:
     """Every wish frees the block of that number, if there is one, or else takes one."""
     arena, slow = Arena(pieces), SlowFit(pieces)
     taken: dict[int, tuple[int, int]] = {}
@@ -68,7 +83,7 @@ def test_the_arena_is_best_fit(pieces: list[int], wishes: list[tuple[int, int]])
             assert (got is not None) == slow.take(key, nbytes)
             if got is not None:
                 taken[key] = got[0], nbytes
-                start = got[0] - sum(size + 1 for size in pieces[: slow.blocks[key][0]])
+                start = got[0] - sum(piece.nbytes + 1 for piece in pieces[: slow.blocks[key][0]])
                 assert start == slow.blocks[key][1]
         assert sorted(size for _, size in arena.holes()) == sorted(size for size, _, _ in slow.holes())
         assert arena.largest_bytes() == max((size for size, _, _ in slow.holes()), default=0)
@@ -108,7 +123,7 @@ def test_requests_add_up_to_the_memory_curve(name: str) -> None:
     assert max(peaks) <= 1.06 * most  # where it is not known, rather too much than too little
 
 
-def fits(events: list[Event], pieces: list[int], spacers: tuple[Spacer, ...]) -> bool:
+def fits(events: list[Event], pieces: list[Piece], spacers: tuple[Spacer, ...]) -> bool:
     memory = SlowFit(pieces)
     for key, nbytes in events:
         if nbytes < 0:
@@ -128,11 +143,11 @@ def fits(events: list[Event], pieces: list[int], spacers: tuple[Spacer, ...]) ->
 @pytest.mark.parametrize(("name", "share", "of"), [("gpt", 0.5, 0.95), ("bert", 0.35, 0.97), ("vgg16", 0.25, 0.97)])
 def test_spacers_make_a_step_fit_that_did_not(name: str, share: float, of: float) -> None:
     trace, schedule, arena_bytes = planned(name, share, of=of)
-    spacers = find_spacers(trace, schedule, [arena_bytes])
+    spacers = find_spacers(trace, schedule, [Piece(arena_bytes, UNBOUNDED)])
     assert spacers
     events = list(requests(trace, schedule))
-    assert not fits(events, [arena_bytes], ())
-    assert fits(events, [arena_bytes], spacers)
+    assert not fits(events, [Piece(arena_bytes, UNBOUNDED)], ())
+    assert fits(events, [Piece(arena_bytes, UNBOUNDED)], spacers)
     most = check_schedule(trace, schedule)
     for number, _, peak in memory_curve(trace, schedule):
         spaced = sum(spacer.nbytes for spacer in spacers if spacer.tick <= number < spacer.until)
@@ -141,12 +156,12 @@ def test_spacers_make_a_step_fit_that_did_not(name: str, share: float, of: float
 
 def test_where_there_is_room_none_are_needed() -> None:
     trace, schedule, arena_bytes = planned("plain20", 0.5)
-    assert find_spacers(trace, schedule, [2 * arena_bytes]) == ()
+    assert find_spacers(trace, schedule, [Piece(2 * arena_bytes, UNBOUNDED)]) == ()
 
 
 def test_where_there_is_none_it_says_so() -> None:
     trace, schedule, arena_bytes = planned("plain20", 0.5)
-    assert find_spacers(trace, schedule, [arena_bytes // 3]) is None
+    assert find_spacers(trace, schedule, [Piece(arena_bytes // 3, UNBOUNDED)]) is None
     assert find_spacers(trace, schedule, []) is None
 
 
@@ -176,7 +191,8 @@ def test_any_arrangement_that_is_found_holds(data: st.DataObject) -> None:
     budget = data.draw(st.integers(floor, trace.peak_bytes))
     schedule = lower(trace, PLANNERS["capuchin"](trace, H200, budget), H200)
     stays = sum(storage.nbytes for storage in trace.storages if storage.persistent)
-    pieces = [int((budget - stays) * data.draw(st.floats(0.9, 1.3)))]
+    pieces = [Piece(int((budget - stays) * data.draw(st.floats(0.9, 1.3))), UNBOUNDED)]
+    pieces += data.draw(st.lists(st.builds(Piece, st.integers(1, 9 * MIB), st.sampled_from([0, 20 * MIB])), max_size=3))
     spacers = find_spacers(trace, schedule, pieces)
     if spacers is not None:
         assert len(set(spacers)) == len(spacers)

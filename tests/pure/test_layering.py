@@ -44,8 +44,10 @@ ORDER = (
     "compare",
     # torch
     "alloclog",
+    "history",
     "curve",
     "runtime",
+    "blocks",
     "probing",
     "assembling",
     "admission",
@@ -59,7 +61,7 @@ ORDER = (
     "commands",
     "cli",
 )
-PURE = ORDER[: ORDER.index("alloclog")]
+PURE = ORDER[: ORDER.index("history")]
 PURE_LIBRARIES = {"numpy", "numba", "scipy"}
 
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from legroom.alloclog import Log, SampledLog
+from legroom.arrange import UNBOUNDED, Piece
 from legroom.errors import DeviceError
 from legroom.runtime.device import Copy, FileCopy, Fingerprint, FutureCopy, HostCopy
 from legroom.runtime.hashing import DeviceFingerprint, hash_bytes, prepare_digests
@@ -104,6 +106,24 @@ def _allocator_settings(text: str) -> None:
     (newer or torch.cuda.memory._set_allocator_settings)(text)
 
 
+def pieces_of(segments: Sequence[Mapping[str, Any]]) -> list[Piece]:
+    """What is free in segments of one stream, as the allocator describes them."""
+    found: list[Piece] = []
+    fixed = [segment for segment in segments if not segment.get("is_expandable")]
+    # Stretches of one range of addresses: what lies between two has no memory.
+    growing = sorted((s for s in segments if s.get("is_expandable")), key=lambda segment: segment["address"])
+    for place, segment in enumerate([*growing, *fixed]):
+        beyond = 0
+        if place < len(growing):
+            end = segment["address"] + segment["total_size"]
+            beyond = growing[place + 1]["address"] - end if place + 1 < len(growing) else UNBOUNDED
+        blocks = segment["blocks"]
+        for number, block in enumerate(blocks):
+            if block["state"] == "inactive":
+                found.append(Piece(block["size"], beyond if number + 1 == len(blocks) else 0))
+    return found
+
+
 def foreign_bytes(index: int) -> int:
     """What of the device's memory this process's allocator does not hold and cannot get.
 
@@ -174,15 +194,14 @@ class CudaDevice:
         with contextlib.suppress(torch.OutOfMemoryError):  # then it is mapped as it is needed
             self.allocate(nbytes)
 
-    def free_pieces(self) -> list[int]:
+    def free_pieces(self) -> list[Piece]:
         stream = self._compute().cuda_stream
-        return [
-            block["size"]
+        own = [
+            segment
             for segment in torch.cuda.memory_snapshot()
             if (segment["device"], segment["stream"], segment["segment_type"]) == (self.index, stream, "large")
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
         ]
+        return pieces_of(own)
 
     def log(self, *, ops: bool) -> Log:
         return SampledLog(self.index, ops=ops)

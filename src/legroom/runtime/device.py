@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from legroom.alloclog import Log, ProfilerLog
+from legroom.arrange import Piece
 from legroom.runtime.spill import Slot, SpillFile
 
 
@@ -63,7 +64,7 @@ class Device(Protocol):
     def retries(self) -> int: ...
     def merge_free(self) -> None: ...
     def map_free(self, nbytes: int) -> None: ...
-    def free_pieces(self) -> list[int]: ...
+    def free_pieces(self) -> list[Piece]: ...
     def log(self, *, ops: bool) -> Log: ...
     def allocate(self, nbytes: int) -> torch.Tensor: ...
     def prepare(self, sizes: Iterable[int]) -> None: ...
@@ -160,8 +161,8 @@ class CpuDevice:
     def map_free(self, nbytes: int) -> None:
         """Have so much free memory at hand in one piece, between steps."""
 
-    def free_pieces(self) -> list[int]:
-        """The bytes of each piece of memory that the allocator holds and nobody uses; none where it holds none."""
+    def free_pieces(self) -> list[Piece]:
+        """What the allocator holds and nobody uses; nothing where it holds nothing."""
         return []
 
     def log(self, *, ops: bool) -> Log:
