@@ -68,6 +68,12 @@ class Op:
     why_not: str  # "" where a replay was proven bit for bit, else the reason it cannot be replayed
     module: str  # module path, "" if none
     line: str  # "file.py:12" of the user's code, "" if unknown
+    # On the compute lane where it is replayed, if that takes another time. Not in files.
+    replay_seconds: float | None = None
+
+    @property
+    def again_seconds(self) -> float:
+        return self.seconds if self.replay_seconds is None else self.replay_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +102,16 @@ class Trace:
     ticks: tuple[Tick, ...]
     head_peak_bytes: int  # the most alive before the first tick
     device: str  # "cpu", "cuda"
+    # What the program asks of the allocator, everything kept, in the head and then in each segment: (key, bytes) is a
+    # request, (key, 0) lets that block go, and a storage's key is its id. Empty where only the levels are known; files
+    # do not have it.
+    requests: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
         """All gaps, by storage id, then by start."""
         out: list[Gap] = []
         for storage in self.storages:
-    # What the program asks of the allocator, everything kept, in the head and then in each segment: (key, bytes) is a
-    # request, (key, 0) lets that block go, and a storage's key is its id. Empty where only the levels are known; files
-    # do not have it.
-    requests: tuple[tuple[tuple[int, int], ...], ...] = ()
             for start, end in storage.gaps:
                 out.append(Gap(len(out), storage.id, start, end))
         return tuple(out)
@@ -138,14 +144,14 @@ def validate(trace: Trace) -> None:
         _fail("trace.storages", f"all sizes together are {total} bytes, expected fewer than 2**62")
     born = _validate_ops(trace)
     _validate_ticks(trace)
+    if trace.requests and len(trace.requests) != len(trace.ticks) + 1:
+        _fail("trace.requests", f"expected those of {len(trace.ticks) + 1} segments or none, got {len(trace.requests)}")
     for storage in trace.storages:
         _validate_gaps(trace, storage, born)
 
 
 def _validate_storage(index: int, storage: Storage) -> None:
     path = f"trace.storages[{index}]"
-    if trace.requests and len(trace.requests) != len(trace.ticks) + 1:
-        _fail("trace.requests", f"expected those of {len(trace.ticks) + 1} segments or none, got {len(trace.requests)}")
     _same(f"{path}.id", storage.id, index)
     _integer(f"{path}.nbytes", storage.nbytes)
     _one_of(f"{path}.kind", storage.kind, _KINDS)
@@ -168,6 +174,8 @@ def _validate_ops(trace: Trace) -> dict[Value, int]:
         _one_of(f"{path}.phase", op.phase, _PHASES)
         _seconds(f"{path}.seconds", op.seconds)
         _seconds(f"{path}.issue_seconds", op.issue_seconds)
+        if op.replay_seconds is not None:
+            _seconds(f"{path}.replay_seconds", op.replay_seconds)
         total += op.seconds + op.issue_seconds
         _integer(f"{path}.workspace_bytes", op.workspace_bytes)
         for position, value in enumerate(op.reads):

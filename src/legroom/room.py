@@ -40,6 +40,7 @@ from legroom.planners import Planner, named
 from legroom.planners.dual import check_slowdown, least_peak
 from legroom.probing import probe
 from legroom.reasons import held, unreplayable
+from legroom.replayprice import with_short_replays
 from legroom.report import Report
 from legroom.runtime.called import CalledStep, LeftAlone
 from legroom.runtime.checking import Check
@@ -323,6 +324,7 @@ class Room:
             return
         try:
             trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type)
+            trace = with_short_replays(trace, [op.short for op in run.recorder.ops])
         except TraceError as error:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
             return

@@ -85,7 +85,7 @@ class _Machine:
 
     def _program(self, start: int, end: int) -> None:
         for op in self.trace.ops[start:end]:
-            self.computed += self._run(op, f"op {op.id}")
+            self.computed += self._run(op, op.seconds, f"op {op.id}")
 
     def _do(self, instruction: Instruction) -> None:
         storage, costs = instruction.storage, self.hardware.host
@@ -111,7 +111,8 @@ class _Machine:
                 self._charge(costs.replay, name, cause)
                 more = round(costs.replay_op * 1e9)
                 for op_id in instruction.ops:
-                    self.recomputed += self._run(self.trace.ops[op_id], cause, more_ns=more)
+                    op = self.trace.ops[op_id]
+                    self.recomputed += self._run(op, op.again_seconds, cause, more_ns=more)
 
     def _charge(self, seconds: float, label: str, cause: str) -> None:
         """Time on the host for something that is no op."""
@@ -121,9 +122,9 @@ class _Machine:
         self.host += ns
         self.compute = max(self.compute, self.host)
 
-    def _run(self, op: Op, cause: str, *, more_ns: int = 0) -> int:
+    def _run(self, op: Op, seconds: float, cause: str, *, more_ns: int = 0) -> int:
         """Issue an op, for which the host takes `more_ns` more than in the program, and compute it."""
-        issue, ns = round(op.issue_seconds * 1e9) + more_ns, round(op.seconds * 1e9)
+        issue, ns = round(op.issue_seconds * 1e9) + more_ns, round(seconds * 1e9)
         self._catch_up()
         self._record("host", self.host, issue, op.name, cause)
         self.host += issue

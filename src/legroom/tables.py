@@ -193,7 +193,7 @@ def _op_rows(trace: Trace, ids: dict[Value, int]) -> tuple[Ints, Ints, Ints]:
     for op in trace.ops:
         rows.append(
             (
-                nanoseconds(op.seconds),
+                nanoseconds(op.again_seconds),
                 nanoseconds(op.issue_seconds),
                 op.workspace_bytes,
                 int(op.why_not == ""),

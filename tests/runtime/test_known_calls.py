@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import legroom
 from legroom.runtime import executor
 from legroom.runtime.device import CpuDevice
-from legroom.runtime.knowncalls import KnownCall
+from legroom.runtime.knowncalls import KnownCall, Recording
 from tests.runtime.test_calls import nothing_left
 from tests.runtime.test_random_plans import random_planner
 
@@ -143,13 +144,20 @@ def other_kernels() -> Iterator[None]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a call was recorded without a look at its ops, before the turn and after."""
     counts: Counter[str] = Counter()
-    real = executor.record
 
-    def counted(known: KnownCall, *args: Any) -> Any:
-        counts["all"] += 1
-        return real(known, *args)
+    class Counted(Recording):
+        def __init__(self, known: KnownCall, *args: Any) -> None:
+            counts["all"] += 1
+            counts["attention"] += known.switches is not None
+            super().__init__(known, *args)
 
-    monkeypatch.setattr(executor, "record", counted)
+        def is_saved(self, entry: Any, packs: tuple[int, ...]) -> bool:
+            assert packs and not super().is_saved(entry, (-1, *packs[1:])), "after a save that was not learned"
+            found = super().is_saved(entry, packs)
+            counts["on the way"] += found
+            return found
+
+    monkeypatch.setattr(executor, "Recording", Counted)
     return counts
 
 
@@ -330,7 +338,76 @@ def mapped(net: Layers, number: int) -> torch.Tensor:
     return _finished(net.layers[1](rows.sin().exp()))
 
 
+def _attended(net: Layers, number: int, rate: float = 0.0) -> torch.Tensor:
+    query, key, value = (layer(_rows(number)).view(4, 64, 4, 32).transpose(1, 2) for layer in net.layers)
+    x = F.scaled_dot_product_attention(query, key, value, dropout_p=rate)
+    return _finished(x.sin().exp().sin())
+
+
+def attention_by_other_kernels(net: Layers, number: int) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH) if number >= TURN else contextlib.nullcontext():
+        return _attended(net, number)
+
+
+def attention_that_draws(net: Layers, number: int) -> torch.Tensor:
+    return _attended(net, number, 0.1 if number >= TURN else 0.2)
+
+
+def _many_headed(net: Layers, x: torch.Tensor, *, weights: bool = False) -> torch.Tensor:
+    """One call of many ops: what it casts is saved, and may go, before the call is through."""
+    first, second, third = net.layers
+    packed = torch.cat([first.weight, second.weight, third.weight])
+    bias = torch.cat([first.bias, second.bias, third.bias])
+    given = x.view(4, 64, 128)
+    y, _ = F.multi_head_attention_forward(
+        given,
+        given,
+        given,
+        128,
+        4,
+        packed,
+        bias,
+        None,
+        None,
+        False,
+        0.0,
+        first.weight,
+        first.bias,
+        need_weights=weights,
+    )
+    return y
+
+
+def many_heads(net: Layers, number: int) -> torch.Tensor:
+    x = net.layers[0](_rows(number)).sin()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _many_headed(net, x)
+    return _finished(y.float().sin().exp().sin())
+
+
+def many_heads_and_their_weights(net: Layers, number: int) -> torch.Tensor:
+    x = net.layers[0](_rows(number)).sin()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _many_headed(net, x, weights=number >= TURN)
+    return _finished(y.float().sin().exp().sin())
+
+
+def many_heads_after_another_save(net: Layers, number: int) -> torch.Tensor:
+    """As large as what the call saves first, so that it passes for it, and all that comes later for something else."""
+    x = net.layers[0](_rows(number)).sin()
+    beside = torch.sigmoid(x.detach().requires_grad_()) if number >= TURN else None
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _many_headed(net, x)
+    del beside
+    return _finished(y.float().sin().exp().sin())
+
+
 WAYS = (
+    attention_by_other_kernels,
+    attention_that_draws,
+    many_heads,
+    many_heads_and_their_weights,
+    many_heads_after_another_save,
     one_tensor_then_two,
     one_tensor_then_two_in_a_list,
     another_save_in_between,
@@ -367,6 +444,34 @@ def test_steps_that_go_another_way(step: Any, few_hooks: bool, monkeypatch: pyte
 
     assert same_bits(walked(step, inside=True), walked(step, inside=False))
     assert nothing_left()
+
+
+@pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
+def test_what_goes_before_the_call_is_through(
+    few_hooks: bool, recorded: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+
+    assert same_bits(walked(many_heads, inside=True), walked(many_heads, inside=False))
+    assert recorded["on the way"] > 0
+
+
+def test_attention_is_looked_at_once_a_switch_is_turned(recorded: Counter[str]) -> None:
+    """Whether it makes a difference or not: which kernel runs is PyTorch's to choose."""
+    before = torch._C._get_cudnn_sdp_enabled()
+
+    def step(net: Layers, number: int) -> torch.Tensor:
+        torch._C._set_sdp_use_cudnn(before is not (number >= TURN))
+        if number == TURN:
+            assert recorded.pop("attention") >= 2
+        return _attended(net, number)
+
+    try:
+        mine = walked(step, inside=True)
+    finally:
+        torch._C._set_sdp_use_cudnn(before)
+    assert not recorded["attention"]
+    assert same_bits(mine, walked(_attended, inside=False))
 
 
 class Growing(TorchFunctionMode):

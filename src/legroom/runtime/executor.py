@@ -24,7 +24,8 @@ from legroom.ir import Storage, Trace
 from legroom.runtime.calls import Called, Calls, Gate, Learner, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
-from legroom.runtime.knowncalls import KnownCall, Witness, record
+from legroom.runtime.fused import STATISTICS
+from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
@@ -61,7 +62,7 @@ class Ticks(NamedTuple):
     # what is moved or read by a replay: the rest has no hook as it is.
     expected: list[tuple[bool, int, int, bool]]
     last_drop: dict[int, int]  # by storage
-    light: list[bool]  # packs at which nothing is to be done, of what needs no entry
+    light: list[int]  # packs at which nothing is to be done, of what needs no entry: 1; 2: replays have a use for it
 
 
 def _may_have_to_go(storage: Storage) -> bool:
@@ -101,11 +102,18 @@ class Program:
             self._instructions.setdefault(spacer.tick, []).append(TakeSpacer(spacer.tick, _NONE, spacer))
         for instruction in schedule.instructions:
             self._instructions.setdefault(instruction.tick, []).append(instruction)
-        self.all_ticks = self._ticks(range(len(trace.ticks)))
-        self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
+        # Of normalisations that need not all of their work again, by number: the storages of their statistics.
+        self.statistics: dict[int, tuple[int, int]] = {}
+        for i, op in enumerate(in_mode):
+            places = STATISTICS.get(op.name)
+            if places is not None and op.id in replayed and op.replay_seconds is not None and len(op.writes) == 3:
+                first, second = (op.writes[place][0] for place in places)
+                self.statistics[i] = first, second
+        self.all_ticks = self._ticks(range(len(trace.ticks)))
+        self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         self._in_mode, self._replayed = in_mode, replayed
         self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
         self.calls: Calls | None = None  # learned by the first step that goes as planned
@@ -157,6 +165,7 @@ class Program:
     def _ticks(self, hooked: Sequence[int], needed: Container[int] | None = None) -> Ticks:
         """needed: storages that need an entry; None: all that might have to go."""
         trace = self.trace
+        kept = {storage for both in self.statistics.values() for storage in both}
         at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
         expected = []
         for tick in hooked:
@@ -168,7 +177,11 @@ class Program:
             at=[*at, (Drop(-1, -1),)],
             expected=expected,
             last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
-            light=[is_pack and plain and not at[i] for i, (is_pack, _, _, plain) in enumerate(expected)] + [False],
+            light=[
+                (2 if number in kept else 1) if is_pack and plain and not at[i] else 0
+                for i, (is_pack, number, _, plain) in enumerate(expected)
+            ]
+            + [0],
         )
 
     def learn(self, learner: Learner, *, may_leave_hooks_out: bool) -> None:
@@ -186,6 +199,7 @@ class Program:
             # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
             needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
+            moved |= {storage for both in self.statistics.values() for storage in both}
             hooked = needed_ticks(learner.calls, ticks, moved)
             self.few_ticks = self._ticks(sorted(hooked), needed)
         self.calls = Calls(
@@ -195,18 +209,21 @@ class Program:
             writing_ops=self.writing,
             hooked=hooked,
             known={
-                i: known for i, known in learner.known.items() if self._may_go_unseen(known, learner.calls[i], hooked)
+                i: self._with_statistics(known)
+                for i, known in learner.known.items()
+                if self._may_go_unseen(known, learner.calls[i], hooked)
             },
         )
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
 
+    def _with_statistics(self, known: KnownCall) -> KnownCall:
+        ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)
+        return known._replace(ops=tuple(ops)) if self.statistics else known
+
     def _may_go_unseen(self, known: KnownCall, call: Called, hooked: set[int]) -> bool:
-        """Not where something is dropped inside the call that made it, and not where what it reads is not shown."""
-        made = {number for number, _, _ in known.saved}
-        here = (instruction for tick in call.ticks for instruction in self._instructions.get(tick, ()))
+        """Not where something that its ops read is not shown."""
         storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
-        shown = {storage.id for storage in storages if _may_have_to_go(storage)}
-        return known.needs <= shown and not any(isinstance(i, Drop) and i.storage in made for i in here)
+        return known.needs <= {storage.id for storage in storages if _may_have_to_go(storage)}
 
     def one_replayed(self, number: int) -> frozenset[int]:
         """One of the storages that are replayed, another with every number; none where none is."""
@@ -260,6 +277,8 @@ class Executor:
         self.refused = False  # whether there was no room for a spacer
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
+        self._recording: tuple[Recording, int] | None = None  # of the call that is being made, and its first tick
+        self._statistics: dict[int, torch.Tensor] = {}  # of the call that is being made, by storage
         self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
         self._follow(program.all_ticks)
         self._is_here = operator.attrgetter(f"is_{device_type}")
@@ -344,10 +363,14 @@ class Executor:
         if calls.watching or calls.paused or counting_here() or torch._C._len_torch_dispatch_stack():
             return self._guarded_pack(tensor)
         tick = self.tick
-        if not self._busy and self._light[tick]:
+        if not self._busy and (light := self._light[tick]):
             # Of the saves of a call that the plan is about, most are others: weights, statistics.
             self.tick = tick + 1
-            return Kept(tensor, self._expected[tick][1], self.generation)
+            number = self._expected[tick][1]
+            kept = Kept(tensor, number, self.generation)
+            if light == 2:
+                self._statistics[number] = kept.tensor
+            return kept
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
@@ -577,6 +600,9 @@ class Executor:
         entry.release()
 
     def _frontier(self, entry: Entry) -> list[Entry] | None:
+        if entry.node is None and self._recording is not None:
+            recording, tick = self._recording
+            recording.is_saved(entry, self._saved_since(tick))
         node = entry.node
         if node is None or node.maker is None:
             return None
@@ -692,6 +718,8 @@ class Executor:
             return result
         made = self._noted(number, func, args, kwargs)
         result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
+        if number in self.program.statistics:
+            made.statistics = result[1], result[2]
         self.lineage.made(made, result)
         return result
 
@@ -726,17 +754,29 @@ class Executor:
         tensors = known.tensors(args, kwargs, self.device_type)
         if tensors is None or (known.casts_weights and self._weights_written):
             return NotImplemented
-        tick = self.tick
-
-        def packs() -> tuple[int, ...]:
-            return tuple(number for _, number, _, _ in self._expected[tick : self.tick])
-
-        result, made = record(
-            known, tensors, lambda: func(*args, **kwargs), self.lineage, self.entries, self._first, packs
-        )
-        for inner, op in zip(known.ops, made, strict=False):
+        recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as)
+        within, self._recording = self._recording, (recording, self.tick)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _, tick = self._recording
+            self._recording = within
+        recording.ended(result, self._saved_since(tick))
+        for inner, op in zip(known.ops, recording.made, strict=False):
             self._made[inner.number] = ref(op)
         return result
+
+    def _saved_since(self, tick: int) -> tuple[int, ...]:
+        return tuple([number for _, number, _, _ in self._expected[tick : self.tick]])
+
+    def _saved_as(self, number: int) -> torch.Tensor | None:
+        """A tensor over a storage that was saved in the call that was just made."""
+        tensor = self._statistics.pop(number, None)
+        if tensor is None:
+            entry = self.entries.get(number)
+            if entry is not None and entry.views and entry.in_memory:
+                tensor = entry.a_tensor()
+        return tensor
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
         with no_dispatch():

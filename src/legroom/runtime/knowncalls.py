@@ -30,8 +30,7 @@ from legroom.runtime.lineage import (
 )
 from legroom.runtime.residency import Entry, Layout, layout_of, saved_elsewhere
 
-# Ops that a function comes to by its arguments alone. Not here: attention, whose kernels are chosen by switches that a
-# program may turn at any time, and whatever has not been looked into.
+# Ops that a function comes to by its arguments alone. Not here: whatever has not been looked into.
 _FOLLOWING = frozenset(
     """
     _adaptive_avg_pool2d _log_softmax _softmax _to_copy _unsafe_view abs add add_ addmm alias as_strided avg_pool2d
@@ -42,6 +41,29 @@ _FOLLOWING = frozenset(
     sin slice softplus split split_with_sizes sqrt squeeze stack sub sub_ sum t tanh tanh_ transpose unbind
     unsqueeze upsample_nearest2d view where
     """.split()  # noqa: SIM905
+)
+# Chosen by switches that a program may turn at any time: those are compared, too.
+_ATTENTION = frozenset(
+    """
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu
+    """.split()  # noqa: SIM905
+)
+_SWITCHES: tuple[Callable[[], Any], ...] = tuple(
+    getattr(torch._C, name)
+    for name in (
+        "_get_flash_sdp_enabled",
+        "_get_fa3_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_math_sdp_enabled",
+        "_get_cudnn_sdp_enabled",
+        "_get_overrideable_sdp_enabled",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_get_sdp_priority_order",
+        "_get_deterministic_algorithms",
+        "_get_cudnn_deterministic",
+    )
+    if hasattr(torch._C, name)
 )
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Functions in Python that are known to do nothing but call others; one of a program may do anything.
@@ -66,6 +88,10 @@ def _surroundings(device_type: str) -> tuple[Any, ...] | None:
         autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
         torch._C._get_cudnn_enabled(),
     )
+
+
+def _switches() -> tuple[Any, ...]:
+    return tuple([switch() for switch in _SWITCHES])
 
 
 def _form_of(value: Any) -> Any:
@@ -138,6 +164,7 @@ class Inner(NamedTuple):
     kwargs: dict[str, Any]
     form: Form
     written: Sequence[int]
+    statistics: tuple[int, int] | None = None  # the storages of its own, where a replay has a use for them
 
 
 class KnownCall(NamedTuple):
@@ -157,12 +184,15 @@ class KnownCall(NamedTuple):
     packs: tuple[int, ...]  # the storages that are saved, one after the other
     needs: frozenset[int]  # those whose hooks must run in the call, for ops read them and have them from nowhere else
     casts_weights: bool  # and may be handed a copy that autocast has made of them before
+    switches: tuple[Any, ...] | None  # of attention; None: there is none
 
     def tensors(self, args: Any, kwargs: Any, device_type: str) -> list[torch.Tensor] | None:
         """The tensors that the call is given; None where it is not sure to run the same ops."""
         if len(args) != len(self.args) or torch._C._len_torch_dispatch_stack():
             return None
         if kwargs.keys() != self.kwargs.keys() or _surroundings(device_type) != self.surroundings:
+            return None
+        if self.switches is not None and _switches() != self.switches:
             return None
         found: list[torch.Tensor] = []
         if not _all_alike(args, self.args, found):
@@ -173,91 +203,115 @@ class KnownCall(NamedTuple):
         return found if not self.shared or _shared(found) == self.shared else None
 
 
-def record(
-    known: KnownCall,
-    tensors: list[torch.Tensor],
-    call: Callable[[], Any],
-    lineage: Lineage,
-    entries: Mapping[int, Entry],
-    first: int,
-    packs: Callable[[], tuple[int, ...]],
-) -> tuple[Any, list[Made]]:
-    """Make the call and write down what its ops made, as if they had been seen; they are numbered from `first`.
+class Recording:
+    """One call of which all is known, from before it is made: its ops as if they had been seen.
 
-    packs: the storages for which those stood that were saved in the call. Where a step saves more or less than the one
-    that was learned, without drifting, another tensor may stand for a storage: then nothing is written down.
+    saved_as: a tensor over a storage that was saved in the call, if it is in memory. The ops are numbered from `first`.
     """
-    given: dict[int, Node] = {}
-    for position in known.read:
-        tensor = tensors[position]
-        given[position] = lineage.node_of(tensor, tensor.untyped_storage()._cdata)
-    if known.written >= 0:
-        lineage.before_write((tensors[known.written],))
-    if known.moved:
-        lineage.before_write([tensors[position] for position in known.moved])
-    rng = RandomState(None) if known.seeded else None
-    result = call()
-    values: dict[tuple[int, int], Node] = {}
-    saved = packs()
-    as_learned = saved == known.packs or (not saved and not known.needs)
-    made = _ops_made(known, given, values, lineage, entries, first, rng) if as_learned else []
-    if known.written >= 0:
-        node = lineage.rewritten(tensors[known.written], made[0] if made else None)
-        if node is not None:
-            values[0, -1] = node
-    if made:
+
+    def __init__(
+        self,
+        known: KnownCall,
+        tensors: list[torch.Tensor],
+        lineage: Lineage,
+        entries: Mapping[int, Entry],
+        first: int,
+        saved_as: Callable[[int], torch.Tensor | None],
+    ) -> None:
+        self._known, self._tensors = known, tensors
+        self._lineage, self._entries, self._first, self._saved_as = lineage, entries, first, saved_as
+        self._given: dict[int, Node] = {}
+        for position in known.read:
+            tensor = tensors[position]
+            self._given[position] = lineage.node_of(tensor, tensor.untyped_storage()._cdata)
+        if known.written >= 0:
+            lineage.before_write((tensors[known.written],))
+        if known.moved:
+            lineage.before_write([tensors[position] for position in known.moved])
+        self._rng = RandomState(None) if known.seeded else None
+        self._values: dict[tuple[int, int], Node] = {}
+        self.made: list[Made] = []
+
+    def is_saved(self, entry: Entry, packs: tuple[int, ...]) -> bool:
+        """An entry is to go before the call is through: whether it is known by now what made it.
+
+        packs: the storages for which those stood that were saved in the call until now.
+        """
+        if packs != self._known.packs[: len(packs)]:
+            return False
+        for number, op, output in self._known.saved:
+            if number == entry.number:
+                if not self._make(op + 1):
+                    return False
+                self._lineage.saved_unseen(entry, self._value(op, output))
+                return True
+        return False
+
+    def ended(self, result: Any, packs: tuple[int, ...]) -> None:
+        """The call was made, and saved what stood for these storages.
+
+        Where a step saves more or less than the one that was learned, without drifting, another tensor may stand for a
+        storage: then nothing is written down.
+        """
+        known, lineage = self._known, self._lineage
+        as_learned = packs == known.packs or (not packs and not known.needs)
+        if not as_learned or not self._make(len(known.ops)):
+            self.made = []
+        made = self.made
+        if known.written >= 0:
+            node = lineage.rewritten(self._tensors[known.written], made[0] if made else None)
+            if node is not None:
+                self._values[0, -1] = node
+        if not made:
+            return
+        if packs:
+            for inner, again in zip(known.ops, made, strict=True):
+                if inner.statistics is not None:
+                    mean, scale = (self._saved_as(number) for number in inner.statistics)
+                    again.statistics = (mean, scale) if mean is not None and scale is not None else None
         for place, op, output in known.results:
             tensor = result if place < 0 else result[place]
-            lineage.nodes[tensor.untyped_storage()._cdata] = _value(values, made, op, output).shown_by(tensor)
-        for number, op, output in known.saved if saved else ():
-            entry = entries.get(number)
+            lineage.nodes[tensor.untyped_storage()._cdata] = self._value(op, output).shown_by(tensor)
+        for number, op, output in known.saved if packs else ():
+            entry = self._entries.get(number)
             if entry is not None and entry.node is None and entry.views and entry.in_memory:
-                lineage.saved_unseen(entry, _value(values, made, op, output))
-    return result, made
+                lineage.saved_unseen(entry, self._value(op, output))
 
+    def _value(self, op: int, output: int) -> Node:
+        node = self._values.get((op, output))
+        if node is None:
+            node = self._values[op, output] = Node.unseen(self.made[op], output)
+        return node
 
-def _value(values: dict[tuple[int, int], Node], made: Sequence[Made], op: int, output: int) -> Node:
-    node = values.get((op, output))
-    if node is None:
-        node = values[op, output] = Node.unseen(made[op], output)
-    return node
-
-
-def _ops_made(
-    known: KnownCall,
-    given: Mapping[int, Node],
-    values: dict[tuple[int, int], Node],
-    lineage: Lineage,
-    entries: Mapping[int, Entry],
-    first: int,
-    rng: RandomState | None,
-) -> list[Made]:
-    """None at all where something that they read is not there: then what they made is not made again."""
-    made: list[Made] = []
-    for inner in known.ops:
-        args = list(inner.args)
-        inputs: list[Node] = []
-        for at, within, origin, layout in inner.places:
-            if origin.position >= 0:
-                node = given[origin.position]
-            elif origin.op >= 0:
-                node = _value(values, made, origin.op, origin.output)
-            else:
-                entry = entries.get(origin.saved)
-                if entry is None or not entry.views or not entry.in_memory:
-                    return []
-                node = lineage.node_of(entry.a_tensor(), entry.key)
-            inputs.append(node)
-            if within < 0:
-                args[at] = Argument(node, layout)
-            else:
-                if type(args[at]) is tuple:
-                    args[at] = list(args[at])
-                args[at][within] = Argument(node, layout)
-        made.append(
-            Made.again(first + inner.number, inner.func, args, inner.kwargs, inputs, inner.form, inner.written, rng)
-        )
-    return made
+    def _make(self, count: int) -> bool:
+        """So many of the ops. Not where something that one reads is not there: then what they made is lost."""
+        made = self.made
+        while len(made) < count:
+            inner = self._known.ops[len(made)]
+            args = list(inner.args)
+            inputs: list[Node] = []
+            for at, within, origin, layout in inner.places:
+                if origin.position >= 0:
+                    node = self._given[origin.position]
+                elif origin.op >= 0:
+                    node = self._value(origin.op, origin.output)
+                else:
+                    entry = self._entries.get(origin.saved)
+                    if entry is None or not entry.views or not entry.in_memory:
+                        return False
+                    node = self._lineage.node_of(entry.a_tensor(), entry.key)
+                inputs.append(node)
+                if within < 0:
+                    args[at] = Argument(node, layout)
+                else:
+                    if type(args[at]) is tuple:
+                        args[at] = list(args[at])
+                    args[at][within] = Argument(node, layout)
+            number = self._first + inner.number
+            made.append(
+                Made.again(number, inner.func, args, inner.kwargs, inputs, inner.form, inner.written, self._rng)
+            )
+        return True
 
 
 class Witness:
@@ -298,6 +352,7 @@ class Witness:
         self._positions = {tensor.untyped_storage()._cdata: at for tensor, at in zip(given, self._shared, strict=True)}
         self._weights = {at for at, tensor in enumerate(given) if tensor.requires_grad and tensor.is_leaf}
         self._casts_weights = False
+        self._attention: tuple[Any, ...] | None = None
 
     def saw(self, number: int, func: Any, args: tuple[Any, ...], made: Made | None, keys: list[int]) -> None:
         """An op inside the call; where it is recorded, with the storages of its arguments."""
@@ -311,7 +366,9 @@ class Witness:
         form = form_of(func)
         self._ops += 1
         self._seeds += form.seeded
-        if func.namespace != "aten" or func._opname not in _FOLLOWING or form.reshapes:
+        if func.namespace == "aten" and func._opname in _ATTENTION:
+            self._attention = _switches()
+        elif func.namespace != "aten" or func._opname not in _FOLLOWING or form.reshapes:
             self._watches = False
         elif form.written:
             self._writes += 1
@@ -360,6 +417,7 @@ class Witness:
             packs=in_order,
             needs=frozenset(o.saved for op in known for _, _, o, _ in op.places if o.saved >= 0),
             casts_weights=self._casts_weights,
+            switches=self._attention,
         )
 
     def _inner(
@@ -402,6 +460,8 @@ class Witness:
     def _results(self, result: Any, numbers: Mapping[int, int]) -> list[tuple[int, int, int]] | None:
         found = []
         for place, tensor in enumerate(result) if isinstance(result, (list, tuple)) else ((-1, result),):
+            if tensor is None:
+                continue
             if type(tensor) not in _PLAIN or saved_elsewhere(tensor):
                 return None
             node = self._lineage.nodes.get(tensor.untyped_storage()._cdata)

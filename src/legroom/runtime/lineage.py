@@ -243,6 +243,7 @@ class Blank:
 
 
 NodeOf = Callable[[torch.Tensor, int], "Node"]  # given the tensor's storage, too
+Statistics = tuple[torch.Tensor, torch.Tensor]  # of a normalisation, with which it is made again in one pass
 _SCALARS = frozenset((int, float, bool, type(None), torch.dtype, torch.device))
 
 
@@ -306,6 +307,7 @@ class Made:
         "kwargs",
         "order",
         "rng",
+        "statistics",
         "threads",
         "written",
     )
@@ -336,6 +338,7 @@ class Made:
         # The thread count changes bits of what the CPU computes; kernels elsewhere do not know of it.
         on_cpu = not self.inputs or any(node.on_cpu for node in self.inputs)
         self.threads = torch.get_num_threads() if on_cpu else None
+        self.statistics: Statistics | None = None
         self.rng: RandomState | None = None
         if form.seeded:
             self.rng = RandomState(next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None))
@@ -360,6 +363,7 @@ class Made:
         made.order, made.func, made.args, made.kwargs = order, func, args, kwargs
         made.inputs, made.keys, made.form, made.written = inputs, [], form, written
         made.grad = torch.is_grad_enabled()
+        made.statistics = None
         made.rng = rng if form.seeded else None
         made.threads = torch.get_num_threads() if not inputs or any(node.on_cpu for node in inputs) else None
         return made

@@ -23,6 +23,7 @@ from legroom.alloclog import OP, OWN, PROOF, STANDS, mark
 from legroom.ir import Phase, Value
 from legroom.runtime.census import Census
 from legroom.runtime.device import Device
+from legroom.runtime.fused import proven
 from legroom.runtime.lineage import (
     SHAPE_ONLY,
     RandomState,
@@ -70,6 +71,7 @@ class SeenOp:
     why_not: str
     module: str
     line: str
+    short: bool = False  # a replay needs not all of its work: see `fused`
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Recorder:
         self._by_key: dict[int, int] = {}
         self._lasting: set[int] = set()  # storages from before the step
         self._unrepeated: set[int] = set()  # storages of this op's outputs that its proof did not give again
+        self._short = False  # whether this op's proof found a shorter way
         self._fresh: dict[int, bytes] = {}  # digests of what the op that runs has just made
         self._garbage: dict[int, int] = {}  # storages nobody has written yet, and the op that made them
 
@@ -218,8 +221,11 @@ class Recorder:
             outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,))
             why_not = self._why_not_twice(args, func, outputs, keys, before, inputs)
             first: list[bytes] = []
+            short = False
             if not why_not:
                 first = _digests_of(self.device, outputs)
+                with no_dispatch():
+                    short = proven(func, args, result) and first[:1] == _digests_of(self.device, outputs[:1])
                 _scramble(outputs)
                 del result, outputs
         if why_not:
@@ -242,6 +248,7 @@ class Recorder:
         if len(other) == len({t.untyped_storage()._cdata for t in outputs}):
             return result, NOT_REPEATED
         self._unrepeated = other
+        self._short = short and not other
         return result, ""
 
     def _why_not_twice(
@@ -347,6 +354,7 @@ class Recorder:
         self.ops.append(
             SeenOp(str(func), self.phase, shapes, reads, writes, output_bytes, why_not, self.module(), _user_line())
         )
+        self.ops[-1].short, self._short = self._short, False
 
     # what PyTorch cannot see
 

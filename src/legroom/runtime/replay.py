@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 
 from legroom.errors import StepError
+from legroom.runtime.fused import FOLLOWERS, Normalised, normalised
 from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, Slot, copy_of_bytes
 from legroom.runtime.residency import Layout, laid_out
 
@@ -37,6 +38,8 @@ class Tape:
 
     rows: tuple[tuple[int, tuple[int, ...], tuple[Slot, ...]], ...]
 
+
+Held = torch.Tensor | Normalised  # a value of a replay
 
 _GONE = "an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom"
 
@@ -104,7 +107,7 @@ def recall(tape: Tape, made: Mapping[int, ref[Made]], first: int) -> list[Action
 
 def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | None]:
     """Run them. Raises NotAtHand where the first target is not among what they make, or something is missing."""
-    at_hand: dict[Slot, torch.Tensor] = {}
+    at_hand: dict[Slot, Held] = {}
     grad = before = torch.is_grad_enabled()
     try:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
@@ -118,10 +121,19 @@ def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | 
     finally:
         if grad is not before:
             torch._C._set_grad_enabled(before)
-    made = [at_hand.pop(node.slot, None) if node.slot is not None else None for node in targets]
+    made = [_written_out(node.slot, at_hand) for node in targets]
     if made[0] is None:
         raise NotAtHand
     return made
+
+
+def _written_out(slot: Slot | None, at_hand: dict[Slot, Held]) -> torch.Tensor | None:
+    """A value of this replay as a tensor; it may not have been written yet."""
+    held = at_hand.get(slot) if slot is not None else None
+    if type(held) is Normalised:
+        assert slot is not None
+        held = at_hand[slot] = held.into(held.source.dtype)
+    return held  # type: ignore[return-value]
 
 
 def replayed_ops(target: Node) -> list[str]:
@@ -156,9 +168,11 @@ def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:
     return sorted(ops.values(), key=lambda made: made.order), outputs
 
 
-def _run(action: Action, at_hand: dict[Slot, torch.Tensor]) -> None:
+def _run(action: Action, at_hand: dict[Slot, Held]) -> None:
     made = action.made
-    held: torch.Tensor | None = None
+    if (made.statistics is not None or made.func in FOLLOWERS) and _run_short(action, at_hand):
+        return
+    held: Held | None = None
     value: Any = None
     replaced = _to_write(action, at_hand) if made.written else None
     args: list[Any] = []
@@ -170,7 +184,9 @@ def _run(action: Action, at_hand: dict[Slot, torch.Tensor]) -> None:
                 held = node.bytes_at_hand()
                 if held is None:
                     raise NotAtHand
-            args.append(_laid_out(value.layout, held))
+            elif type(held) is Normalised:
+                held = _written_out(node.slot, at_hand)
+            args.append(_laid_out(value.layout, held))  # type: ignore[arg-type]
         else:
             args.append(_value(value, replaced, at_hand) if type(value) in _WITH_TENSORS else value)
     kwargs = {name: _value(a, replaced, at_hand) for name, a in made.kwargs.items()} if made.kwargs else {}
@@ -183,11 +199,45 @@ def _run(action: Action, at_hand: dict[Slot, torch.Tensor]) -> None:
         at_hand[made.order, output] = written[-1 - output] if output < 0 else results[output]
 
 
-def _to_write(action: Action, at_hand: dict[Slot, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _run_short(action: Action, at_hand: dict[Slot, Held]) -> bool:
+    """Whether it could be done without the op: a normalisation waits for what follows, which runs in the same pass."""
+    made = action.made
+    if made.statistics is not None:
+        if action.wanted != (0,):
+            return False
+        tensors = [_value(value, None, at_hand) if type(value) is Argument else value for value in made.args]
+        value = normalised(made.func, tensors, made.statistics)
+        if value is None:
+            return False
+        at_hand[made.order, 0] = value
+        return True
+    argument = made.args[0]
+    if type(argument) is not Argument or len(action.wanted) != 1:
+        return False
+    node = argument.node
+    held = at_hand.get(node.slot) if node.slot is not None else None
+    if type(held) is not Normalised or not _lies_as(argument.layout, held.source):
+        return False
+    if made.written and node.slot not in action.last:
+        return False  # it is read again as it was
+    result = held.after(made.func, made.kwargs)
+    if result is None:
+        return False
+    at_hand[made.order, action.wanted[0]] = result
+    return True
+
+
+def _lies_as(layout: Layout, tensor: torch.Tensor) -> bool:
+    dtype, size, stride, offset, conj, neg = layout
+    same = dtype is tensor.dtype and size == tensor.size() and stride == tensor.stride()
+    return same and offset == 0 and not conj and not neg
+
+
+def _to_write(action: Action, at_hand: dict[Slot, Held]) -> dict[int, torch.Tensor]:
     """What an in-place op may write: a copy, unless the value was made here and is not read again."""
     replaced: dict[int, torch.Tensor] = {}
     for node in {id(n): n for n in _written_nodes(action.made)}.values():
-        mine = at_hand.get(node.slot) if node.slot is not None else None
+        mine = _written_out(node.slot, at_hand)
         if mine is not None and node.slot in action.last:
             replaced[id(node)] = mine
         else:
@@ -201,13 +251,13 @@ def _to_write(action: Action, at_hand: dict[Slot, torch.Tensor]) -> dict[int, to
 _WITH_TENSORS = frozenset({Argument, Blank, list})
 
 
-def _value(argument: Any, replaced: dict[int, torch.Tensor] | None, at_hand: dict[Slot, torch.Tensor]) -> Any:
+def _value(argument: Any, replaced: dict[int, torch.Tensor] | None, at_hand: dict[Slot, Held]) -> Any:
     """An argument with its tensors put back. Not a closure, for the reason given at `lineage._reference`."""
     if type(argument) is Argument:
         node = argument.node
         held = replaced.get(id(node)) if replaced is not None else None
         if held is None and node.slot is not None:
-            held = at_hand.get(node.slot)
+            held = _written_out(node.slot, at_hand)
         if held is None:
             held = node.bytes_at_hand()
         if held is None:

@@ -1,0 +1,218 @@
+"""Normalisations that replays make from their statistics, in one pass with what follows: the wiring, on the CPU.
+
+The kernels are Triton's and run in `tests/gpu`. Here the op itself stands in for them, and says whether it was handed
+the statistics that belong to its source.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import legroom
+from legroom.runtime import fused
+from legroom.runtime.device import CpuDevice
+from tests.harness import assert_same, run_plain, run_room
+from tests.runtime.test_random_plans import BUDGET_BYTES, MIXTURES, random_planner
+from tests.zoo import Case, built, sgd
+
+EPS = 1e-5
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Runs on the CPU; counts what was written, by dtype and kind."""
+    counts: Counter[str] = Counter()
+
+    def launch(value: fused.Normalised, out: torch.Tensor, relu: bool) -> None:
+        weight, bias = value.weight, value.bias
+        if value.by_column:
+            blank = torch.zeros_like(weight), torch.ones_like(weight)
+            made = torch.ops.aten.native_batch_norm.default(value.source, weight, bias, *blank, True, 0.1, EPS)
+        else:
+            shape = list(value.source.shape[-1:])
+            made = torch.ops.aten.native_layer_norm.default(value.source, shape, weight, bias, EPS)
+        # A proof's are of this very op; those of a replay have been carried along.
+        assert torch.equal(made[1].flatten(), value.mean.flatten()), "the mean of something else"
+        assert torch.equal(made[2].flatten(), value.scale.flatten()), "the deviation of something else"
+        result = made[0].relu() if relu else made[0]
+        if value.by_column:
+            result = result.permute(0, 2, 3, 1)
+            lying = out.permute(0, 2, 3, 1) if out.dim() == 4 else out
+            lying.copy_(result.reshape(-1, value.columns)[: out.numel() // value.columns].view(lying.shape))
+        else:
+            out.copy_(result.reshape(-1)[: out.numel()].view(out.shape))
+        if out.shape == value.source.shape:
+            counts[f"{str(out.dtype)[6:]}{' relu' if relu else ''}"] += 1
+
+    monkeypatch.setattr(fused, "_runs_on", lambda device: True)
+    monkeypatch.setattr(fused, "_launch", launch)
+    return counts
+
+
+class Layers(nn.Module):
+    """Before and after a block, a result that goes into several casts, one that is read as it is as well."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.first(x)
+                x = x + torch.tanh(self.q(y) * self.k(y)) + self.v(y)
+                y = self.second(x)
+                x = y + self.down(F.gelu(self.up(y)))
+        return self.last(x.float()).square().mean()
+
+
+class Images(nn.Module):
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y = norm(conv(x))
+            if place == 1:
+                y += x  # the normalisation's result is written before anything else is made of it
+            x = F.relu(y, inplace=place != 2)
+        return x.square().mean()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _layers(rows: int) -> Case:
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(rows, 64, 32, generator=torch.Generator().manual_seed(step))
+
+    return Case("layers", built(Layers, sgd), batch, _step)
+
+
+def _images() -> Case:
+    def batch(step: int) -> torch.Tensor:
+        images = torch.randn(8, 16, 12, 12, generator=torch.Generator().manual_seed(step))
+        return images.to(memory_format=torch.channels_last)
+
+    return Case("images", built(lambda: Images().to(memory_format=torch.channels_last), sgd), batch, _step)
+
+
+# The statistics of more rows are large enough to be kept track of by themselves.
+CASES = {"few rows": partial(_layers, 16), "many rows": partial(_layers, 96), "images": _images}
+EXPECTED = {
+    "few rows": ("bfloat16", "float32"),
+    "many rows": ("bfloat16", "float32"),
+    "images": ("float32", "float32 relu"),
+}
+
+
+@pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
+@pytest.mark.parametrize("mixture", ["recompute-all", "share-all", "even", "mostly-recompute"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_plain_steps(
+    name: str, mixture: str, few_hooks: bool, written: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    planner = random_planner(MIXTURES[mixture], seed=1)
+    fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=planner)
+    proofs: list[Counter[str]] = []
+
+    def fit_and_note(*args: Any) -> Any:
+        room = fit(*args)
+        plan_for = room._plan_for
+
+        def planned(trace: Any) -> None:
+            proofs.append(Counter(written))
+            plan_for(trace)
+
+        monkeypatch.setattr(room, "_plan_for", planned)
+        return room
+
+    taken, report, _ = run_room(CASES[name](), fit_and_note, planned_steps=6)
+
+    assert_same(run_plain(CASES[name](), len(taken)), taken)
+    assert not report.distrusted and not any("other bits" in why for why in report.fallbacks), report.fallbacks
+    replayed = written - proofs[-1]
+    if mixture in ("recompute-all", "share-all"):
+        assert all(replayed[kind] > 0 for kind in EXPECTED[name]), replayed
+
+
+def test_a_replay_reads_the_statistics_of_its_own_step(written: Counter[str]) -> None:
+    """Every step has other data: a replay with statistics of another one fails in the stand-in above."""
+    planner = random_planner(MIXTURES["recompute-all"], seed=0)
+    value = fused.normalised(
+        torch.ops.aten.native_layer_norm.default,
+        (torch.randn(4, 32), [32], torch.ones(32), torch.zeros(32), EPS),
+        (torch.zeros(4, 1), torch.ones(4, 1)),
+    )
+    assert value is not None
+    with pytest.raises(AssertionError, match="of something else"):
+        value.into(torch.float32)
+    run_room(_layers(16), partial(legroom.fit, budget=BUDGET_BYTES, planner=planner), planned_steps=6)
+    assert written
+
+
+@pytest.mark.parametrize("wrong", ["value", "cast"])
+def test_another_result_in_the_proof_is_not_used(
+    wrong: str, written: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = fused._launch
+
+    def off(value: fused.Normalised, out: torch.Tensor, relu: bool) -> None:
+        launch(value, out, relu)
+        if wrong == "value" or out.dtype is torch.bfloat16:
+            out.view(-1)[-1] += 1
+
+    monkeypatch.setattr(fused, "_launch", off)
+    planner = random_planner(MIXTURES["recompute-all"], seed=0)
+    rooms: list[Any] = []
+
+    def fit(*args: Any) -> Any:
+        rooms.append(legroom.fit(*args, budget=BUDGET_BYTES, planner=planner))
+        return rooms[-1]
+
+    taken, report, _ = run_room(_layers(16), fit, planned_steps=3)
+
+    assert_same(run_plain(_layers(16), len(taken)), taken)
+    assert not any("other bits" in why for why in report.fallbacks)
+    assert all(op.replay_seconds is None for op in rooms[0].trace.ops)
+
+
+ODD = {
+    "not contiguous": lambda x, w, b: (x.t().contiguous().t(), [32], w, b),
+    "no weight": lambda x, w, b: (x, [32], None, b),
+    "another dtype": lambda x, w, b: (x.double(), [32], w.double(), b.double()),
+    "empty": lambda x, w, b: (x[:0], [32], w, b),
+    "a weight that is a view": lambda x, w, b: (x, [32], w.repeat_interleave(2)[::2], b),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_not_known_is_left_to_the_op(odd: str, written: Counter[str]) -> None:
+    args = (*ODD[odd](torch.randn(8, 32), torch.randn(32), torch.randn(32)), EPS)
+    result = torch.ops.aten.native_layer_norm.default(*args)
+
+    assert fused.normalised(torch.ops.aten.native_layer_norm.default, args, (result[1], result[2])) is None
+    assert not fused.proven(torch.ops.aten.native_layer_norm.default, args, result)
+
+
+def test_nothing_is_done_without_kernels() -> None:
+    args = torch.randn(8, 32), [32], torch.randn(32), torch.randn(32), EPS
+    result = torch.ops.aten.native_layer_norm.default(*args)
+    assert not fused.proven(torch.ops.aten.native_layer_norm.default, args, result)
