@@ -33,6 +33,11 @@ class Brim:
         return SHARES[self._place] > UNARRANGED
 
     @property
+    def untried(self) -> bool:
+        """Whether no step has run under the plan yet."""
+        return self._steps == 0
+
+    @property
     def usable_bytes(self) -> int:
         first = max(self._budget_bytes - _LEAST_FREE_BYTES, int(self._budget_bytes * _LEAST_SHARE))
         first = min(first, int(self._budget_bytes * SHARES[0]))

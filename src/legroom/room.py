@@ -185,6 +185,7 @@ class Room:
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
+        self._rearranged = False  # whether the allocator had to, in the last planned step
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
         self._call: Call | None = None  # of the last step, the first one
@@ -265,14 +266,18 @@ class Room:
             return self._begin()
         checks = self._program.one_replayed(self._planned)
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
-        measure = calibrating or self._planned in CHECKS
+        # Where memory cannot be arranged, or did not fall as it should: what a step does about that is not the plan's.
+        trial = self._brim is not None and not self._brim.settled and self._given is None and not self._program.idle
+        trial = trial and (not self._arena_bytes or self._rearranged)
+        untried = self._brim is not None and self._brim.untried
+        measure = (calibrating or self._planned in CHECKS) and not (trial and (untried or self._rearranged))
         if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
             known = self._same_inputs and self._inputs and not (self._watch.elsewhere or self._watch.some_free)
             idle = roomy and known and self._may_idle and not (measure or foreign or self._drifts)
             if idle:
                 return IdleStep(self._setting, self._program, self._watch, self._inputs)
-        return PlannedStep(self._setting, self._program, checks=checks, measure=measure)
+        return PlannedStep(self._setting, self._program, checks=checks, measure=measure, trial=trial)
 
     def _hear_of_checks(self, *, wait: bool) -> None:
         while self._compared and (wait or self._compared[0].known()):
@@ -468,7 +473,7 @@ class Room:
         self.plan = plan
         self._schedule = schedule
         self._program = Program(trace, schedule, spacers=found.spacers or ())
-        self._arena_bytes = found.arena_bytes
+        self._arena_bytes, self._rearranged = found.arena_bytes, False
         self._map_arena()
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
@@ -531,8 +536,11 @@ class Room:
         if self._brim.settled:
             return False
         retries, self._retries = self._retries, self._device.retries()
-        rearranged = self._retries > retries and self._planned > 1
-        if not self._brim.after_step(rearranged=rearranged):
+        self._rearranged = self._retries > retries and self._planned > 1
+        if not self._brim.after_step(rearranged=self._rearranged):
+            if self._rearranged and self._arena_bytes:  # its pages lie elsewhere now
+                self._device.merge_free()
+                self._map_arena()
             return False
         self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
         self._calibrations = 0

@@ -28,6 +28,7 @@ from legroom.runtime.fused import STATISTICS
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
+from legroom.runtime.pressure import Pressure
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
@@ -126,6 +127,10 @@ class Program:
     def spaced_bytes(self, tick: int) -> int:
         """What spacers take in the segment after a tick."""
         return sum(spacer.nbytes for spacer in self.spacers if spacer.tick <= tick < spacer.until)
+
+    @functools.cached_property
+    def pressure(self) -> Pressure | None:
+        return Pressure(self.trace) if self.trace.requests else None
 
     # For learning, and not before: plans that follow an input are made between two steps.
 
@@ -244,10 +249,12 @@ class Executor:
         checks: frozenset[int],
         wait: bool,
         measured: bool,
+        trial: bool,
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
-        """others: what to follow where the step turns out to be another one that is known."""
+        """others: what to follow where the step turns out to be another one that is known. trial: room for what comes
+        next is made sure of, tick by tick. Not in steps that are measured: it would show there."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -291,7 +298,9 @@ class Executor:
         self._weights_written = False  # whether the program may have written to one in this step
         self._kept_keys: frozenset[int] | None = None
         self.at_backward: Callable[[], None] | None = None  # called when it begins
-        self._busy = measured  # whether every tick has work of its own: it is measured, drifted, or releases are late
+        self._pressure = program.pressure if trial and not measured else None
+        # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
+        self._busy = self._watchful = measured or self._pressure is not None
         ledger.on_death = None
 
     # hooks
@@ -323,7 +332,7 @@ class Executor:
             )
             self._learning = True
         pack, unpack = self.hooks()
-        if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self.measured:
+        if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self._watchful:
             self._follow(self.program.few_ticks)
             self._calls.hooks = pack, unpack
         began, ended = self.backward_begins, self.backward_ended
@@ -538,6 +547,11 @@ class Executor:
                         self._space(instruction)  # type: ignore[arg-type]
             if self.census is not None:
                 self.census.note_deaths()
+        if self._pressure is not None:
+            with no_dispatch():
+                gone = self._pressure.relieve(self.ledger, tick, asked_for)
+            if gone:
+                self.fallbacks["swapped out in the first steps of a plan, to make room"] += gone
         return tick
 
     def _do(self, instruction: Instruction, entry: Entry) -> None:
@@ -626,7 +640,7 @@ class Executor:
             else:
                 still.append(number)
         self.late = still
-        self._busy = self.measured or bool(still)
+        self._busy = self._watchful or bool(still)
 
     def _bring_back(self, entry: Entry, also: tuple[int, ...] = (), *, tape: int = -1) -> None:
         """From wherever its bytes can be had; `also` names storages to keep if a replay makes them on the way."""

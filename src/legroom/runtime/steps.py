@@ -50,6 +50,7 @@ class Setting:
         checks: frozenset[int],
         wait: bool,
         measured: bool,
+        trial: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> Executor:
         return Executor(
@@ -60,6 +61,7 @@ class Setting:
             checks=checks,
             wait=wait,
             measured=measured,
+            trial=trial,
             fallbacks=self.fallbacks,
             others=others,
         )
@@ -221,16 +223,18 @@ class PlannedStep:
         *,
         checks: frozenset[int],
         measure: bool,
+        trial: bool = False,
         wait: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> None:
         """checks: storages whose replays are held against the real bytes. wait: before they are used. others: what may
-        be followed instead, where the step turns out to be another one that is known."""
+        be followed instead, where the step turns out to be another one that is known. trial: see `pressure`."""
         self._setting = setting
         self._others = others
         self._program = program
         self._checks = checks
         self._wait = wait
+        self._trial = trial
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -241,7 +245,12 @@ class PlannedStep:
         setting = self._setting
         setting.ledger.generation += 1
         self.executor = executor = setting.executor(
-            self._program, checks=self._checks, wait=self._wait, measured=self._measure, others=self._others
+            self._program,
+            checks=self._checks,
+            wait=self._wait,
+            measured=self._measure,
+            trial=self._trial,
+            others=self._others,
         )
         if self._measure:
             self.census = executor.census = setting.census()

@@ -1,0 +1,89 @@
+"""Room for what comes next, in the first steps of a plan.
+
+Where a step's memory falls is worked out beforehand (see `arrange`), and what was worked out may be wrong: memory that
+others left in between, a tensor that somebody still holds. An op that then finds no room ends the step, and in backward
+it cannot be run again. So the first steps of a plan make every segment's requests before the program does, and give
+them back at once. Where one finds no room, what is saved and needed last is swapped out before the program goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from legroom.ir import Trace
+from legroom.runtime.device import Device
+from legroom.runtime.residency import Entry, Ledger
+
+_LARGE_BYTES = 2**20  # smaller requests have pages of their own, and plans leave room for those
+_NEVER = 1 << 60
+
+
+class Pressure:
+    """What a trace asks for, segment by segment, and who can make room for it."""
+
+    def __init__(self, trace: Trace) -> None:
+        sizes = {key: nbytes for segment in trace.requests for key, nbytes in segment if nbytes > _LARGE_BYTES}
+        self._sizes = sizes
+        self._segments = [
+            tuple((key, nbytes) for key, nbytes in segment if nbytes > _LARGE_BYTES or (nbytes == 0 and key in sizes))
+            for segment in trace.requests[1:]
+        ]
+        self._read: dict[int, list[int]] = defaultdict(list)  # by storage: when backward reads it
+        for number, tick in enumerate(trace.ticks):
+            if tick.kind == "unpack":
+                self._read[tick.storage].append(number)
+
+    def relieve(self, ledger: Ledger, tick: int, asked_for: Entry | None) -> int:
+        """Make sure of what is asked for from this tick to the next. How many storages had to go for it."""
+        segment = self._segments[tick] if tick < len(self._segments) else ()
+        gone = 0
+        while any(nbytes for _, nbytes in segment) and not self._fits(ledger.device, segment):
+            more = self._evict(ledger, tick, asked_for, sum(nbytes for _, nbytes in segment))
+            if not more:
+                break  # the program may still find room: what it gives back on the way is guessed here
+            gone += more
+        return gone
+
+    def _fits(self, device: Device, segment: tuple[tuple[int, int], ...]) -> bool:
+        held: dict[int, torch.Tensor | None] = {}
+        left: list[int] = []  # by blocks from before that go on the way
+        try:
+            for key, nbytes in segment:
+                if nbytes == 0:
+                    if key not in held:
+                        left.append(self._sizes[key])
+                    held.pop(key, None)
+                    continue
+                fitting = [size for size in left if size >= nbytes]
+                if fitting:
+                    left.remove(min(fitting))
+                held[key] = None if fitting else device.allocate(nbytes)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _evict(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
+        """Until so much is free, those first that are read last. How many went."""
+        idle = [
+            entry
+            for entry in ledger.by_key.values()
+            if entry is not asked_for and entry.nbytes > _LARGE_BYTES and entry.exclusive()
+        ]
+        idle.sort(key=lambda entry: (self._next_read(entry, tick), entry.nbytes), reverse=True)
+        gone = 0
+        for entry in idle:
+            if nbytes <= 0:
+                break
+            entry.start_saving()
+            entry.release()
+            nbytes -= entry.nbytes
+            gone += 1
+        return gone
+
+    def _next_read(self, entry: Entry, tick: int) -> int:
+        """By a step before this one it may be read at any time, or never."""
+        if entry.generation != entry.ledger.generation:
+            return _NEVER
+        return next((number for number in self._read[entry.number] if number > tick), _NEVER)

@@ -1,0 +1,195 @@
+"""The first steps of a plan make sure of room before the program asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+from legroom import room as rooms
+from legroom.ir import Op, Storage, Tick, Trace, validate
+from legroom.runtime.pressure import Pressure
+from legroom.runtime.residency import Handle, Ledger
+from tests.runtime.test_cap import Capped
+
+MIB = 2**20
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Tight(Capped):
+    """Refuses requests of at least 1 MiB, once it is told to, until so much has been copied out since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses_bytes = 0  # until so much is gone
+        self.refused = 0
+        self.asked: list[int] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.asked.append(nbytes)
+        if self.refuses_bytes > 0 and nbytes > MIB:
+            self.refused += 1
+            self.rearranged += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a little.")
+        return super().allocate(nbytes)
+
+    def copy_out(self, bytes_: Tensor) -> Any:
+        self.refuses_bytes -= bytes_.numel()
+        return super().copy_out(bytes_)
+
+
+def trace_of(requests: tuple[tuple[tuple[int, int], ...], ...], storages: int) -> Trace:
+    """All storages are saved, one after the other, and read in the other order; `requests` are of the last segment."""
+    count = 2 * storages
+    ticks = [Tick("pack", i, 1, 0, 0) for i in range(storages)]
+    ticks += [Tick("unpack", i, 1, 0, 0) for i in reversed(range(storages))]
+    trace = Trace(
+        tuple(Storage(i, 2 * MIB, "activation", False, False, (), 0, "") for i in range(storages)),
+        (Op(0, "make", "forward", 0.0, 0.0, (), tuple((i, 0) for i in range(storages)), 0, "", "", ""),),
+        tuple(ticks),
+        0,
+        "cpu",
+        requests=(*((),) * (count + 1 - len(requests)), *requests),
+    )
+    validate(trace)
+    return trace
+
+
+@pytest.fixture
+def saved() -> tuple[Tight, Ledger, list[Handle]]:
+    device = Tight()
+    ledger = Ledger(device)
+    ledger.generation = 1
+    handles = []
+    for number in range(4):
+        tensor = torch.full((MIB // 2,), float(number))
+        handles.append(ledger.handle(ledger.entry_of(tensor.untyped_storage(), number), tensor))
+    return device, ledger, handles
+
+
+def away(handles: list[Handle]) -> list[int]:
+    return [number for number, handle in enumerate(handles) if not handle.entry.in_memory]
+
+
+@pytest.mark.parametrize(("missing", "gone"), [(0, []), (1, [0]), (3 * MIB, [0, 1]), (5 * MIB, [0, 1, 2])])
+def test_what_is_read_last_goes_first(missing: int, gone: list[int], saved: tuple[Tight, Ledger, list[Handle]]) -> None:
+    device, ledger, handles = saved
+    device.refuses_bytes = missing
+    pressure = Pressure(trace_of((((9, 2 * MIB),), (), (), ()), 4))  # in backward, before storage 3 is read
+
+    assert pressure.relieve(ledger, 4, handles[3].entry) == len(gone)
+
+    assert away(handles) == gone
+    device.refuses_bytes = 0
+    for number, handle in enumerate(handles):
+        handle.entry.start_loading()
+        handle.entry.finish_loading()
+        tensor = handle.view.tensor if handle.view.tensor is not None else handle.view.over(handle.entry.a_tensor())
+        assert torch.equal(tensor, torch.full((MIB // 2,), float(number)))
+
+
+def test_what_is_asked_for_or_held_stays(saved: tuple[Tight, Ledger, list[Handle]]) -> None:
+    device, ledger, handles = saved
+    device.refuses_bytes = 100 * MIB
+    held = handles[1].view.tensor
+    assert held is not None
+    other = held.view(2, -1)
+    pressure = Pressure(trace_of((((9, 2 * MIB),), (), (), ()), 4))
+
+    assert pressure.relieve(ledger, 4, handles[3].entry) == 2  # and gives up without an error
+
+    assert away(handles) == [0, 2]
+    del other
+
+
+@pytest.mark.parametrize(
+    ("requests", "asked"),
+    [
+        (((9, 3 * MIB), (9, 0), (8, 2 * MIB)), [3 * MIB, 2 * MIB]),
+        (((9, 1000), (8, MIB)), []),  # small ones have pages of their own
+        (((3, 0), (9, 2 * MIB), (8, 2 * MIB)), [2 * MIB]),  # the first takes the place of storage 3
+        (((3, 0), (9, 3 * MIB)), [3 * MIB]),  # which is too small for this one
+        ((), []),
+    ],
+)
+def test_the_requests_of_a_segment_are_made_and_given_back(
+    requests: tuple[tuple[int, int], ...], asked: list[int], saved: tuple[Tight, Ledger, list[Handle]]
+) -> None:
+    device, ledger, handles = saved
+    before = ((3, 2 * MIB),)
+    pressure = Pressure(trace_of((before, requests, (), (), ()), 4))
+
+    assert pressure.relieve(ledger, 4, None) == 0
+
+    assert device.asked == asked
+    assert not away(handles)
+    assert pressure.relieve(ledger, 99, None) == 0  # a step that goes on for longer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def trained(room: legroom.Room | None, model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> list[Tensor]:
+    losses = []
+    for number in range(9):
+        x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(number))
+
+        def work(x: Tensor = x) -> Tensor:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        if room is None:
+            losses.append(work())
+            continue
+        device.refuses_bytes = 9 * MIB if number == 2 else 0  # the first step under a plan
+        with room.step():
+            losses.append(work())
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal would have ended it. The bits are the same, and the next plan is a smaller one."""
+    device = Tight()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="30MiB") as room:
+        mine = trained(room, model, optimizer, device)
+        report = room.report()
+    assert all(map(torch.equal, mine, trained(None, *built(), None)))
+    assert device.refused >= 1
+    assert report.fallbacks["swapped out in the first steps of a plan, to make room"] >= 1
+    assert report.planned_steps == 7, report.fallbacks
+
+
+def test_steps_of_a_plan_that_has_settled_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Tight()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="30MiB") as room:
+        trained(room, model, optimizer, device)
+        assert room._brim is not None and room._brim.settled
+        assert room._program is not None and room._program.pressure is not None
+        monkeypatch.setattr(Pressure, "relieve", lambda *_: pytest.fail("tried"))
+        with room.step():
+            model(torch.randn(4096, 128)).backward()
