@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from legroom.runtime.pace import TIMED_STEPS, Pace
+from legroom.runtime.pace import MOST_ROUNDS, TIMED_STEPS, Pace
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,30 @@ def test_a_new_plan_is_timed_anew() -> None:
     clock.reached = clock.now
     pace.hear(0.2)
     assert pace.factor == pytest.approx(1.5)
+
+
+def test_steps_that_still_change_are_timed_again() -> None:
+    pace, clock = Pace(), Clock()
+    run(pace, clock, [0.15] * (TIMED_STEPS // 2) + [0.13] * (TIMED_STEPS // 2))
+    clock.reached = clock.now
+    assert not pace.hear(0.1)
+    assert pace.factor == 1.0
+    run(pace, clock, [0.12] * TIMED_STEPS)
+    clock.reached = clock.now
+    assert pace.hear(0.1)
+    assert pace.factor == pytest.approx(1.2)
+
+
+def test_what_never_settles_is_taken_as_it_is() -> None:
+    pace, clock = Pace(), Clock()
+    heard = []
+    for _ in range(MOST_ROUNDS):
+        run(pace, clock, [0.3] * (TIMED_STEPS // 2) + [0.1] * (TIMED_STEPS // 2))
+        clock.reached = clock.now
+        heard.append(pace.hear(0.1))
+    assert heard == [False] * (MOST_ROUNDS - 1) + [True]
+    assert pace.factor == pytest.approx(2.0)
+    assert pace.hear(0.1)  # and stays so
 
 
 def test_nonsense_is_bounded() -> None:
