@@ -49,6 +49,7 @@ from bench.children import append_row, run_child
 from bench.meters import CpuMeter
 from bench.rows import Results, Row, read, write
 from bench.verdicts import Verdict
+from legroom.doctor import ALLOCATOR_SETTINGS
 from legroom.errors import LegroomError
 from legroom.plan import signature
 from legroom.schedule import memory_curve
@@ -70,8 +71,6 @@ PEAK_ERROR = 0.01
 PLANNING_SECONDS = 1e-3  # 99 of 100 steps
 MOST_ITERATIONS = 3.0
 MOST_GROWTH = 0.02  # of the resident set, from the second quarter of the steps to the last
-# The allocator gives back what is free, so that the resident set shows what is not.
-PURGE = {"MIMALLOC_PURGE_DELAY": "0", "MIMALLOC_EAGER_COMMIT": "0", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
 
 
 # programs
@@ -677,7 +676,8 @@ def _measured(name: str, steps: int, folder: Path, *, timeout_seconds: float, un
             folder,
             timeout_seconds=timeout_seconds,
             until=until,
-            environment={**budget.environment(), **PURGE, "KINETO_LOG_LEVEL": "6"},
+            # The allocator gives back what is free, so that the resident set shows what is not.
+            environment={**budget.environment(), **ALLOCATOR_SETTINGS, "KINETO_LOG_LEVEL": "6"},
         )
         if ended.rows:
             return ended.rows[0]

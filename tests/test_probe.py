@@ -73,14 +73,19 @@ def test_the_doctor_never_raises(folder: str) -> None:
     assert all(row.advice for row in rows if row.state != "ok")
 
 
-def test_missing_allocator_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_embeds_mimalloc", lambda: True)
+@pytest.mark.parametrize(
+    ("mimalloc", "missing"), [(True, "MIMALLOC_PURGE_DELAY=0"), (False, "MALLOC_MMAP_THRESHOLD_=1048576")]
+)
+def test_missing_allocator_settings_are_named(
+    mimalloc: bool, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_embeds_mimalloc", lambda: mimalloc)
     for name, value in doctor.ALLOCATOR_SETTINGS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MIMALLOC_PURGE_DELAY")
+    monkeypatch.delenv(missing.partition("=")[0])
     row = next(row for row in examine(str(tmp_path)) if row.what == "CPU allocator")
     assert row.state == "warn"
-    assert "MIMALLOC_PURGE_DELAY=0 before" in row.advice
-    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "0")
+    assert f"set {missing} before" in row.advice
+    monkeypatch.setenv(*missing.split("="))
     row = next(row for row in examine(str(tmp_path)) if row.what == "CPU allocator")
     assert row.state == "ok"

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import legroom
+from legroom.doctor import ALLOCATOR_SETTINGS
 from legroom.errors import BudgetError
 from tests.harness import digest
 from tests.zoo import ZOO, Case
@@ -338,7 +339,6 @@ def test_the_optimizers_work_counts_from_the_first_step(mebibytes: float) -> Non
 # --- the resident set -------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[2]
-PURGE = {"MIMALLOC_PURGE_DELAY": "0", "MIMALLOC_EAGER_COMMIT": "0", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
 ROWS, WIDTH, LAYERS = 262_144, 16, 20  # 16 MiB an activation, two a layer; narrow, so that a step takes a second
 
 
@@ -405,7 +405,12 @@ sys.modules["budget"] = module
 spec.loader.exec_module(module)
 module.worker({share!r})
 """
-    environment = {**os.environ, **PURGE, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "KINETO_LOG_LEVEL": "6"}
+    environment = {
+        **os.environ,
+        **ALLOCATOR_SETTINGS,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "KINETO_LOG_LEVEL": "6",
+    }
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
