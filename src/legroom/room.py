@@ -179,6 +179,8 @@ class Room:
         self._pace = Pace()
         self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
         self._host_fits = 0
+        self._found: Found | None = None  # the plan that is used, as it was found
+        self._before: tuple[Found, float] | None = None  # the one before, if the host was the reason, and its seconds
         self._plan_again = False  # before the next step: the one before ran out of memory
         self._arena_bytes = 0  # mapped for the plan
         self._steady = False  # whether the allocator has come to terms with the plan
@@ -203,7 +205,7 @@ class Room:
         if self._following is not None or self._program is None or not self._steady:
             return False
         waits_for_host = any(astuple(self._hardware().host)) and not self._program.idle
-        return not waits_for_host or self._host_fits >= MOST_HOST_FITS
+        return not waits_for_host or (self._host_fits >= MOST_HOST_FITS and self._before is None)
 
     def step(self) -> Step:
         """A context for one training step: forward, backward and optimizer, as they are."""
@@ -457,6 +459,7 @@ class Room:
 
     def _adopt(self, trace: Trace, found: Found) -> None:
         plan, schedule, hardware = found.plan, found.schedule, found.hardware
+        self._found, self._before = found, None
         self._brim = found.brim
         if self._brim is not None:
             self._brim.new_plan()
@@ -543,22 +546,35 @@ class Room:
                 self._map_arena()
             return False
         self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
-        self._calibrations = 0
+        self._calibrations, before = 0, self._before
         self._plan_for(self.trace)
+        self._before = before
         return True
 
     def _look_at_host(self) -> bool:
         """Whether another plan was made because the host is slower, or faster, than was thought."""
         trace, plan, timeline = self.trace, self.plan, self.timeline
-        if trace is None or plan is None or timeline is None or self._host_fits >= MOST_HOST_FITS:
+        if trace is None or plan is None or timeline is None:
+            return False
+        if self._host_fits >= MOST_HOST_FITS and self._before is None:
             return False
         if self._program is None or self._program.idle or not any(astuple(self._hardware().host)):
             return False
         if not self._pace.hear(timeline.seconds):
             return False
         fits, self._host_fits = self._host_fits, MOST_HOST_FITS
+        seconds = timeline.seconds * self._pace.factor
+        before, self._before = self._before, None
+        if before is not None and before[1] < seconds:
+            # What the host costs is known by a factor only; which of two plans is faster, by running them.
+            self._setting.fallbacks["the plan before was faster: back to it"] += 1
+            self._adopt(trace, before[0])
+            self._calibrations = 0
+            return True
+        if fits >= MOST_HOST_FITS:
+            return False
         if self._pace.starved:
-            factor = host_factor(trace, self._schedule, self._hardware(), timeline.seconds * self._pace.factor)
+            factor = host_factor(trace, self._schedule, self._hardware(), seconds)
         else:  # what the step takes beyond what was simulated, the device takes
             factor = fast_enough(trace, self._schedule, self._hardware())
         if abs(factor - 1.0) < _SAME_HOST:
@@ -571,15 +587,17 @@ class Room:
         self._pace.hear(self.timeline.seconds)
         if self._given is not None:
             return False
-        before = self.timeline.seconds
+        simulated = self.timeline.seconds
         try:
             found = self._find_plan(trace)
         except BudgetError:
             found = None
-        if found is None or simulate(trace, found.schedule, found.hardware).seconds > before * _WORTH_ANOTHER:
+        if found is None or simulate(trace, found.schedule, found.hardware).seconds > simulated * _WORTH_ANOTHER:
             self._map_arena()  # the search gave it back
             return False
+        ran = self._found
         self._adopt(trace, found)
+        self._before = (ran, seconds) if ran is not None else None
         self._host_fits = fits + 1
         self._calibrations = 0
         return True

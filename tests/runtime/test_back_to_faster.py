@@ -1,0 +1,76 @@
+"""Of two plans, the second made because the host was found slower: the one whose steps took less time stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import legroom
+from legroom import room as rooms
+from legroom.hardware import Hardware, HostCosts
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Swap, signature
+from legroom.runtime.device import CpuDevice
+from legroom.runtime.pace import Pace
+from tests.runtime.test_pressure import built
+
+COSTS = HostCosts(*[1e-3] * 8)
+
+
+class Moment:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def seconds_since(self, earlier: Moment) -> float:
+        return self.seconds - earlier.seconds
+
+
+class Timed(CpuDevice):
+    """A device on which steps take as long as is said."""
+
+    now = 0.0
+
+    def stamp(self) -> Any:
+        return Moment(self.now)
+
+
+@pytest.mark.parametrize(("second_seconds", "stays"), [(0.9, "first"), (0.2, "second")])
+def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Timed()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    hardware = Hardware("quick", 2**34, 2**34, 1e12, 1e12, 1e12, 1e12, 0.0, False, 0.0, 64, COSTS)
+
+    def probed(room: Any) -> Hardware:
+        return hardware.scaled_host(room._host_factor)
+
+    monkeypatch.setattr(legroom.Room, "_hardware", probed)
+
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        """On the host as it is thought to be at first everything is swapped, on a slower one a little."""
+        first = hardware.host.tick <= COSTS.tick
+        gaps = len(trace.gaps)
+        decisions = tuple(Swap() if first or gap < gaps // 4 else Keep() for gap in range(gaps))
+        return Plan(decisions, signature(trace), "first" if first else "second", budget_bytes, 0, 0.0, ())
+
+    model, optimizer = built()
+    names: list[str] = []
+    with legroom.fit(model, optimizer, budget="1GiB", planner=planner) as room:
+        room._pace = Pace(lambda: device.now)  # the host is as slow as the device, which waits for it
+        for number in range(60):
+            torch.manual_seed(number)
+            with room.step():
+                model(torch.randn(512, 128)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert room.plan is not None or number < 2
+                device.now += second_seconds if room.plan is not None and room.plan.planner == "second" else 0.5
+            names.append(room.plan.planner if room.plan is not None else "")
+            if room.settled:
+                break
+        assert room.settled
+        fallbacks = room.report().fallbacks
+    assert "second" in names
+    assert names[-1] == stays
+    assert ("the plan before was faster: back to it" in fallbacks) == (stays == "first")
