@@ -40,9 +40,9 @@ from legroom.tables import Floats, Ints, Tables, tabulate
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # scipy takes half a second to load: only where a program is solved
 
-# Above that, a trace is looked at more coarsely: on GPTs of 700 and 2,000 gaps the bound lost 0.1 % at most, and took
-# 0.8 s in place of 2.6 and 1.6 s in place of 14.
-MOST_TICKS = 1000
+# Above that, a trace is looked at more coarsely: on GPTs of 700 and 2,000 gaps the bound lost 0.02 % at most, and took
+# a third of the time. With 200 it lost 0.05 %, and took a sixth.
+MOST_TICKS = 500
 ROUNDING = 1e-9  # relative; a sum of ten thousand doubles is a thousand times better
 Terms = Sequence[tuple[int, float]]  # (column, factor)
 Changes = dict[int, list[tuple[int, float]]]  # tick: terms
@@ -103,18 +103,30 @@ def _floor(tables: Tables) -> int:
 
 
 def ticks_that_matter(tables: Tables, budget_bytes: int, most: int) -> list[int]:
-    """Those at which gaps start or end, thinned out where there are too many; and the worst between two of these.
+    """Those at which gaps start or end, `most` of them at most; and the worst between two of these.
 
     To leave out a tick is to leave out what it asks for, so a relaxation remains one. Without what is neither start nor
     end it is solved in a third of the time, and on a GPT of 24 layers it lost 0.002 % of its value.
+
+    Where there are too many, about as many bytes start or end from one that is kept to the next: that is by how much
+    lanes and memory can be off between them. Every n-th tick in place of that lost up to 0.4 % of the value, as half of
+    the ticks of a ResNet are those of small weights. The first is kept, as nothing can be copied before it.
     """
     tops = tables.ticks[:, t.T_PEAK]
     real = tables.gaps[tables.gaps[:, t.G_START] < tables.gaps[:, t.G_END]]
-    events = sorted({*real[:, t.G_START].tolist(), *real[:, t.G_END].tolist()})
-    kept = {*events[:: 1 + 2 * len(events) // most if len(events) > most else 1], *events[-1:]}
-    for first, stop in itertools.pairwise((0, *sorted(kept), len(tops))):
+    starting, ending = (np.bincount(real[:, c], real[:, t.G_BYTES], len(tops)) for c in (t.G_START, t.G_END))
+    events = np.unique(real[:, [t.G_START, t.G_END]])
+    if len(events) > most:
+        moved = np.cumsum((starting + ending)[events])
+        part = np.ceil(moved * ((most - 1) / max(1.0, moved[-1])))
+        events = events[[0, *np.flatnonzero(np.diff(part)), len(events) - 1]]
+    # The worst with everything kept, and with as much of each gap away as it takes: what ends in between is back then.
+    away = np.maximum(np.cumsum(starting - ending), 1.0)
+    share = min(1.0, float(((tops - budget_bytes) / away).max(initial=0.0)))
+    kept = set(events.tolist())
+    for first, stop in itertools.pairwise((0, *events.tolist(), len(tops))):
         if stop > first and tops[first:stop].max() > budget_bytes:
-            kept.add(first + int(tops[first:stop].argmax()))
+            kept |= {first + int(curve[first:stop].argmax()) for curve in (tops, tops - share * away)}
     return sorted(kept)
 
 

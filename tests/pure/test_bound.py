@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.bound import LinearProgram, Relaxation, lower_bound
+from legroom import traceio
+from legroom.bound import LinearProgram, Relaxation, lower_bound, ticks_that_matter
 from legroom.errors import PlanError
 from legroom.evaluate import OVERLAP, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
-from legroom.tables import NEVER, tabulate
+from legroom.tables import G_END, G_START, NEVER, tabulate
 from tests.pure.strategies import hardwares, host_costs, make_trace, plans_for, traces
 from tests.pure.test_schedule import LINK, chain
 
@@ -231,6 +233,30 @@ def test_to_look_at_a_chain_more_coarsely_never_lifts_it(rate: float, why_not: s
         fine = lower_bound(trace, link(rate), budget).seconds
         for most_ticks in (2, 3, 5, 8, 11):
             assert lower_bound(trace, link(rate), budget, most_ticks=most_ticks).seconds <= fine * (1 + 1e-6)
+
+
+@given(traces(), st.integers(2, 30), st.floats(0.0, 1.0))
+@settings(max_examples=30, deadline=None)
+def test_no_more_ticks_are_looked_at_than_asked_for(trace: Trace, most: int, share: float) -> None:
+    tables = tabulate(trace, LINK)
+    floor = floor_bytes(trace)
+    kept = ticks_that_matter(tables, floor + int(share * (trace.peak_bytes - floor)), most)
+    real = tables.gaps[tables.gaps[:, G_START] < tables.gaps[:, G_END]]
+    events = set(real[:, [G_START, G_END]].ravel().tolist())
+    assert kept == sorted(set(kept))
+    assert len(kept) <= 3 * most + 2  # two more at most before, between and after them
+    assert set(kept) >= (events if len(events) <= most else {min(events), max(events)})
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"), [("mobilenet", "h200"), ("resnet152", "rtx2080ti-pcie3"), ("gpt", "h200")]
+)
+def test_of_recorded_steps_a_fifth_of_the_ticks_tell_nearly_all(name: str, machine: str) -> None:
+    trace = traceio.load(Path(__file__).parents[1] / "traces" / f"{name}.json.gz")
+    floor = floor_bytes(trace)
+    budget = floor + (trace.peak_bytes - floor) // 4
+    fine, coarse = (lower_bound(trace, PRESETS[machine], budget, most_ticks=most).seconds for most in (10**6, 200))
+    assert (1 - 1e-4) * fine <= coarse <= fine * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("most_ticks", [2, 1000])

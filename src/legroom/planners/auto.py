@@ -6,12 +6,14 @@ it can be at most. Not optimal.
 
 The linear program of `legroom.bound` gives the bound, and what to do about nearly all gaps: few are left in fractions.
 Rounded, it is a plan a little above the budget and some percent above the bound, as chains of replays and whole copies
-cost more than the program grants. `local` repairs and improves it by the exact evaluator, and searches from other
-starts too. Where gaps are few, it is annealed, and changes of two and three gaps at once are tried at last.
+cost more than the program grants. `local` repairs and improves it by the exact evaluator, searches from other starts
+too, such as the program of a smaller budget, and mixes what they lead to. Where gaps are few, it is annealed, and
+changes of two and three gaps at once are tried at last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -41,10 +43,19 @@ _Planner = Callable[[Trace, Hardware, int], Plan]
 # With more gaps, evaluations run out before a greedy search is within the budget, and it starts from the linear program
 # alone: at 2,000 gaps that is 0.5 % above the bound where greedy search was several times slower.
 _MOST_GREEDY = 1000
-# That far above the bound, it is worth a second program, for so much of what the budget has above the floor: for a GPT
-# of 24 layers on the slower preset, at 1 and 2 % of the range, 1.1 % above the bound in place of 10.8 and 7.4 %.
+# The ticks that the program looks at: on the recorded steps the bound loses 0.01 % at most, and takes a quarter of the
+# time.
+_TICKS = 200
+# (with how many gaps at most, share): more programs, for so much of what the budget has above the floor, lead to plans
+# to mix with that of the first. They give no bound, so they may be coarser. On recorded steps at a quarter of the
+# range, plans are 0.1 to 0.2 % faster by that.
+_TIGHTER, _COARSE_TICKS = ((math.inf, 0.98), (500, 0.99)), 100
+# That far above the bound, it is worth another: for a GPT of 24 layers on the slower preset, at 1 and 2 % of the range,
+# 1.1 % above the bound in place of 10.8 and 7.4 %.
 _FAR, _SMALLER = 0.05, 0.4
-_NEAR = 5e-3  # that close, annealing for longer than all the rest takes can gain no more than that
+_NEAR = 5e-3  # that close, greedy searches find nothing faster
+_NEARER = 1e-3  # that close, annealing for longer than all the rest takes can gain no more than that
+_CLOSE = 5e-4  # that close, another program is not worth its time
 _AS_GOOD = 1e-6  # that close to the bound, a plan is not worth improving
 # Planners that are asked too, and with how many gaps at most: their time grows with the square of that, or is
 # longer than all the rest.
@@ -76,23 +87,31 @@ class Auto:
         if not search.feasible:
             return evaluator.plan(search.best, planner="auto", budget_bytes=budget_bytes)  # raises
         relaxed: Bound | None = None
+        lowest_ns = 0.0
         if self.bound or evaluator.gaps > _MOST_GREEDY:
-            relaxed = bound_of(evaluator.tables, budget_bytes)
+            relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_TICKS)
+            lowest_ns = relaxed.seconds * 1e9
             search.start_from("the linear program", rounded(relaxed))
-        lowest_ns = relaxed.seconds * 1e9 * (1 + _AS_GOOD) if relaxed is not None else 0.0
-        plans: list[Plan] = []
-        if search.best_ns > lowest_ns and evaluator.gaps <= _MOST_GREEDY:
+            for most, share in _TIGHTER if self.thorough else ():
+                if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
+                    _start_tighter(search, share, most_ticks=_COARSE_TICKS)
+        if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
             search.greedy()
-        if search.best_ns > lowest_ns and self.thorough:
+        plans: list[Plan] = []
+        if search.best_ns > lowest_ns * (1 + _AS_GOOD) and self.thorough:
             plans = list(_asked(trace, hardware, budget_bytes))
             for plan in plans:
                 search.consider(plan.planner, _codes(plan))
         search.finish()
-        if relaxed is not None and search.best_ns > relaxed.seconds * 1e9 * (1 + _FAR):
-            self._once_more(search)
-        far = relaxed is None or search.best_ns > relaxed.seconds * 1e9 * (1 + _NEAR)
+        if relaxed is not None and search.best_ns > lowest_ns * (1 + _FAR):
+            search.most += self.evaluations
+            _start_tighter(search, _SMALLER, most_ticks=_TICKS)
+            search.finish()
+        far = relaxed is None or search.best_ns > lowest_ns * (1 + _NEARER)
         if far and self.thorough and evaluator.gaps <= MOST_ANNEALED:
-            search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 3), (KEEP, *SWAPS, *REPLAYS))
+            search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 2), (KEEP, *SWAPS, *REPLAYS))
+            search.most = search.count + self.evaluations // 4
+            search.finish()  # with what each annealing found
             closely = Neighbours(evaluator, budget_bytes, (*SWAPS, *REPLAYS), self.evaluations)
             search.consider(search.found_from, closely.improved(search.best, self.evaluations))
         own = evaluator.plan(search.best, planner="auto", budget_bytes=budget_bytes, notes=_notes(search))
@@ -101,19 +120,19 @@ class Auto:
         stated = relaxed.seconds if self.bound and relaxed is not None else None
         return replace(best, planner="auto", lower_bound_seconds=stated)
 
-    def _once_more(self, search: Search) -> None:
-        """Start from the program of a smaller budget.
 
-        Near the floor whole copies and replays need memory that the program grants them, and to repair a plan that is
-        above the budget there takes long waits.
-        """
-        evaluator = search.evaluator
-        floor = evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))[1]
-        smaller = floor + int(_SMALLER * (search.budget - floor))
-        if smaller < search.budget:
-            search.most += self.evaluations
-            search.start_from("a tighter linear program", rounded(bound_of(evaluator.tables, smaller)))
-            search.finish()
+def _start_tighter(search: Search, share: float, *, most_ticks: int) -> None:
+    """Start from the program of a smaller budget: this share of what is above the floor.
+
+    Whole copies and replays need memory that the program grants them, and to repair a plan that is above the budget
+    takes changes that the program knows nothing of; near the floor, long waits.
+    """
+    evaluator = search.evaluator
+    floor = evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))[1]
+    smaller = floor + int(share * (search.budget - floor))
+    if smaller < search.budget:
+        relaxed = bound_of(evaluator.tables, smaller, most_ticks=most_ticks)
+        search.start_from("a tighter linear program", rounded(relaxed))
 
 
 def quick(planner: _Planner) -> _Planner:
