@@ -163,7 +163,7 @@ def candidates(shard: int) -> Iterator[Sample]:
 
 
 def stir(byte: int) -> None:
-    """Leave other bytes in freed memory: an op whose result depends on them does not repeat (lstsq's pivots, ctc_loss)."""
+    """Leave other bytes in freed memory: what depends on them does not repeat (lstsq's pivots, ctc_loss)."""
     blocks = [
         torch.full((size,), byte, dtype=torch.uint8)
         for size in (*range(4, 256, 4), *range(256, 1024, 8), *range(1024, 2**16, 1024))
