@@ -7,8 +7,11 @@ storage is told by who asked for it, an op that makes the storage or a tick that
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
 from legroom.curve import Curve, Move
-from legroom.ir import Trace
+from legroom.ir import Op, Trace
 
 _UNREPEATED = "legroom.unrepeated"  # stands behind an op, and makes some of its outputs
 
@@ -23,10 +26,52 @@ def requests_of(trace: Trace, curve: Curve) -> tuple[tuple[tuple[int, int], ...]
         return ()  # a plan may move it, and what it then leaves behind would be counted twice
     owners |= _reloaded(trace, curve)
     kept = _Kept(trace, owners)
+    into = _written_in_place(trace)
     return tuple(
-        tuple(request for move in segment.moves for request in kept.requests(move, number))
+        tuple(_seen_by_nobody(into, (request for move in segment.moves for request in kept.requests(move, number))))
         for number, segment in enumerate(curve.segments, start=-1)
     )
+
+
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+def _written_in_place(trace: Trace) -> dict[int, int]:
+    """Products to which something is added at once, and the sums.
+
+    Inside `linear` and attention PyTorch adds in place, unless a mode looks on: then the sum is a tensor of its own, in
+    the step that is recorded and in no other. The product is not read again, and both come from one line.
+    """
+    made: dict[int, Op] = {}
+    readers: Counter[int] = Counter()
+    for op in trace.ops:
+        readers.update({storage for storage, _ in op.reads})
+        made.update((storage, op) for storage, version in op.writes if version == 0)
+    found: dict[int, int] = {}
+    for op in trace.ops:
+        if op.name != "aten.add.Tensor" or op.phase != "forward" or len(op.writes) != 1 or not op.reads:
+            continue
+        product, total = op.reads[0][0], op.writes[0][0]
+        maker, storage = made.get(product), trace.storages[product]
+        if maker is None or maker.name not in _PRODUCTS or (maker.line, maker.module) != (op.line, op.module):
+            continue
+        between = trace.ops[maker.id + 1 : op.id]
+        views = sum(bool(step.reads) and not step.writes and step.reads[0][0] == product for step in between)
+        once = readers[product] == 1 + views and not storage.gaps and storage.kind == "temporary"
+        if once and storage.nbytes == trace.storages[total].nbytes and not any(step.writes for step in between):
+            found[product] = total
+    return found
+
+
+def _seen_by_nobody(into: dict[int, int], requests: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The requests of a step without a mode: what is added in place has the block of what it is added to."""
+    sums = set(into.values())
+    for key, nbytes in requests:
+        if key in into:
+            if nbytes > 0:
+                yield into[key], nbytes
+        elif key not in sums or nbytes == 0:
+            yield key, nbytes
 
 
 def _made(trace: Trace, curve: Curve) -> dict[int, int]:

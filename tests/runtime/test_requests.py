@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import legroom
-from legroom.alloclog import GONE, OP, OWN, TICK, Block, Enter, Event, Leave
+from legroom.alloclog import GONE, OP, OWN, TICK, Block, Enter, Event, Leave, ProfilerLog
 from legroom.arrange import Piece, find_spacers, requests, small_bytes
-from legroom.blocks import requests_of
+from legroom.blocks import _written_in_place, requests_of
 from legroom.curve import Curve, Move, RunOp, Segment, read_curve
 from legroom.errors import TraceError
 from legroom.evaluate import floor_bytes
@@ -55,6 +55,7 @@ def trace_of(name: str) -> Trace:
 def check(trace: Trace, schedule: Schedule) -> None:
     """The requests move as the memory curve does: up to what was alive before the step, which nobody asks for."""
     assert trace.requests
+    in_place = _written_in_place(trace)
     curve = memory_curve(trace, schedule)
     levels, peaks = [], []
     live: dict[int, int] = {}
@@ -77,7 +78,9 @@ def check(trace: Trace, schedule: Schedule) -> None:
     for number, tick in enumerate(trace.ticks):
         assert base + levels[number] == tick.level_bytes - absent[number], f"before tick {number}"
         _, after, most = curve[number]
-        assert max(after, base + peaks[number + 1]) == most, f"after tick {number}"
+        peak = max(after, base + peaks[number + 1])
+        # What is added in place in a step that nobody looks at takes a tensor less than was recorded.
+        assert peak == most or (in_place and peak < most), f"after tick {number}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -250,3 +253,86 @@ def test_they_are_of_one_size_and_one_step() -> None:
     with pytest.raises(TraceError, match=r"trace\.requests: expected those of \d+ segments or none"):
         validate(replace(trace, requests=trace.requests[1:]))
     assert from_json(to_json(trace)).requests == ()
+
+
+class Heads(nn.Module):
+    """Attention whose input lies transposed: `linear` multiplies, then adds the bias, in place where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.heads = nn.ModuleList(nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, heads in zip(self.norms, self.heads, strict=True):
+            y = norm(x)
+            x = x + heads(y, y, y, need_weights=False)[0]
+        return x
+
+
+class Sums(nn.Module):
+    """Products that stay, or are read again: what is added to them is a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(64, 64) * 0.1), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x.flatten(0, 1) @ self.weight
+        total = product + self.bias
+        return total * product
+
+
+def _trained(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 50, 64, generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def _of_the_zoo(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+    case = ZOO[name]()
+    model, optimizer = case.build()
+    batch = case.batch(0)
+    return model, optimizer, lambda: case.step(model, optimizer, batch)
+
+
+PLAIN = ("heads", "sums", "mlp", "gpt_manual", "cnn", "unet", "hf_bert", "hf_llama", "lstm", "inplace_views")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_steps_ask_for_the_same_in_the_same_order(name: str) -> None:
+    """No mode looks on there, as in most of a planned step: some composite ops then write in place."""
+    torch.manual_seed(0)
+    make = {"heads": lambda: _trained(Heads()), "sums": lambda: _trained(Sums())}.get(name, lambda: _of_the_zoo(name))
+    model, optimizer, step = make()
+    step()
+    step()
+    log = ProfilerLog(ops=True)
+    log.start()
+    step()
+    blocks = [event for event in log.stop() if isinstance(event, Block)]
+    trace = captured(model, optimizer, step)
+    assert trace.requests
+    assert _large(blocks) == _large([Block(*request) for segment in trace.requests for request in segment])
+    assert bool(_written_in_place(trace)) == (name in ("heads", "hf_bert"))
+
+
+def _large(blocks: list[Block]) -> list[int]:
+    """Bytes that are asked for, and, negative, given back; small ones come and go with lists and numbers."""
+    live: dict[int, int] = {}
+    found: list[int] = []
+    for block in blocks:
+        if block.nbytes > 0:
+            live[block.key] = block.nbytes
+            found.append(block.nbytes)
+        elif block.key in live:
+            found.append(-live.pop(block.key))
+    return [nbytes for nbytes in found if abs(nbytes) >= 4096]
