@@ -70,6 +70,7 @@ class Op:
     line: str  # "file.py:12" of the user's code, "" if unknown
     # On the compute lane where it is replayed, if that takes another time. Not in files.
     replay_seconds: float | None = None
+    short: bool = False  # whether a replay can do without most of its work, if its other outputs are at hand
 
     @property
     def again_seconds(self) -> float:

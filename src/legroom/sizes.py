@@ -75,7 +75,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
             for tick, level, peak in zip(trace.ticks, levels, peaks, strict=True)
         ),
         ops=tuple(
-            replace(op, workspace_bytes=workspace, seconds=time, replay_seconds=None)
+            replace(op, workspace_bytes=workspace, seconds=time, replay_seconds=None, short=False)
             for op, workspace, time in zip(trace.ops, workspaces, seconds, strict=True)
         ),
         head_peak_bytes=numbers.head_peak_bytes,

@@ -38,7 +38,7 @@ def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype, odd: bool) -> No
     args = x, [shape[-1]], weight, bias, 1e-5
     y, mean, scale = op(*args)
 
-    short = fused.normalised(op, args, (mean, scale))
+    short = fused.normalised(op, args, mean, scale)
     if dtype is not torch.float32 and short is None:
         pytest.skip("statistics of another dtype")
     assert short is not None
@@ -61,7 +61,7 @@ def test_batch_norm(shape: tuple[int, ...], dtype: torch.dtype, odd: bool) -> No
     args = x, weight, bias, moved, spread.abs(), True, 0.1, 1e-5
     y, mean, scale = op(*args)
 
-    short = fused.normalised(op, args, (mean, scale))
+    short = fused.normalised(op, args, mean, scale)
     assert short is not None
     assert torch.equal(short.into(dtype), y)
     positive = short.after(torch.ops.aten.relu_.default, {})

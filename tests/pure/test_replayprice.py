@@ -48,6 +48,7 @@ def again(trace: Trace) -> list[float | None]:
         # What reads the result itself waits for a pass that writes it out.
         ((CAST, ADD), [0.0, None, ADD_SECONDS + 0.6 * NORM_SECONDS]),
         ((ADD,), [0.6 * NORM_SECONDS, None]),
+        (("aten.relu.default",), [0.6 * NORM_SECONDS, None]),  # that of a layer norm is not made in the same pass
         ((), [0.6 * NORM_SECONDS]),
     ],
 )
@@ -56,6 +57,7 @@ def test_prices(followers: tuple[str, ...], expected: list[float | None]) -> Non
     validate(priced)
 
     assert again(priced)[:-1] == pytest.approx(expected)
+    assert [op.short for op in priced.ops] == [True] + [False] * (len(priced.ops) - 1)
     assert [op.seconds for op in priced.ops] == [op.seconds for op in trace_of(*followers).ops]
 
 

@@ -74,3 +74,41 @@ def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: py
     assert "second" in names
     assert names[-1] == stays
     assert ("the plan before was faster: back to it" in fallbacks) == (stays == "first")
+
+
+def test_one_that_does_not_fit_any_more_is_not_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps under the second plan were seen to take more than the recorded one: the first would be above the budget."""
+    hardware = Hardware("quick", 2**34, 2**34, 1e12, 1e12, 1e12, 1e12, 0.0, False, 0.0, 64, COSTS)
+    monkeypatch.setattr(legroom.Room, "_hardware", lambda room: hardware.scaled_host(room._host_factor))
+    monkeypatch.setattr(rooms, "_WORTH_ANOTHER", 1e9)  # which is thought to be faster does not matter
+
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        first = hardware.host.tick <= COSTS.tick
+        decisions = tuple(Swap() if gap < 1 or not first else Keep() for gap in range(len(trace.gaps)))
+        return Plan(decisions, signature(trace), "first" if first else "second", budget_bytes, 0, 0.0, ())
+
+    def trained(budget: int | str, more_bytes: int) -> tuple[str, int]:
+        device = Timed()
+        monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+        model, optimizer = built()
+        with legroom.fit(model, optimizer, budget=budget, planner=planner) as room:
+            room._pace = Pace(lambda: device.now)
+            for number in range(60):
+                torch.manual_seed(number)
+                with room.step():
+                    second = room.plan is not None and room.plan.planner == "second"
+                    loss = model(torch.randn(512, 128))
+                    if second:
+                        torch.empty(more_bytes, dtype=torch.uint8)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    device.now += 0.9 if second else 0.5
+                if room.settled:
+                    break
+            assert room.settled and room.plan is not None and room.timeline is not None
+            return room.plan.planner, room.timeline.peak_bytes
+
+    planner_name, peak = trained("1GiB", 0)
+    assert planner_name == "first"
+    assert trained(peak + 4096, 3 * 2**20)[0] == "second"

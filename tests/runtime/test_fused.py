@@ -7,6 +7,7 @@ the statistics that belong to its source.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import legroom
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Recompute, Swap, signature
 from legroom.runtime import fused
 from legroom.runtime.device import CpuDevice
 from tests.harness import assert_same, run_plain, run_room
-from tests.runtime.test_random_plans import BUDGET_BYTES, MIXTURES, random_planner
+from tests.runtime.test_random_plans import BUDGET_BYTES, MIXTURES, admit, random_planner
 from tests.zoo import Case, built, sgd
 
 EPS = 1e-5
@@ -36,7 +40,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             blank = torch.zeros_like(weight), torch.ones_like(weight)
             made = torch.ops.aten.native_batch_norm.default(value.source, weight, bias, *blank, True, 0.1, EPS)
         else:
-            shape = list(value.source.shape[-1:])
+            shape = list(weight.shape)
             made = torch.ops.aten.native_layer_norm.default(value.source, shape, weight, bias, EPS)
         # A proof's are of this very op; those of a replay have been carried along.
         assert torch.equal(made[1].flatten(), value.mean.flatten()), "the mean of something else"
@@ -122,6 +126,18 @@ EXPECTED = {
 }
 
 
+def _keeping(planner: Any, nbytes: int) -> Any:
+    """The same plan, but storages of that size stay."""
+
+    def keeps(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = planner(trace, hardware, budget_bytes)
+        stays = [trace.storages[gap.storage].nbytes == nbytes for gap in trace.gaps]
+        decisions = tuple(Keep() if stay else d for d, stay in zip(plan.decisions, stays, strict=True))
+        return replace(plan, decisions=decisions)
+
+    return keeps
+
+
 @pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
 @pytest.mark.parametrize("mixture", ["recompute-all", "share-all", "even", "mostly-recompute"])
 @pytest.mark.parametrize("name", CASES)
@@ -130,6 +146,8 @@ def test_the_bits_are_those_of_plain_steps(
 ) -> None:
     monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
     planner = random_planner(MIXTURES[mixture], seed=1)
+    if name == "many rows":  # a GPU's are too small to be moved
+        planner = _keeping(planner, 96 * 64 * 4)
     fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=planner)
     proofs: list[Counter[str]] = []
 
@@ -159,7 +177,8 @@ def test_a_replay_reads_the_statistics_of_its_own_step(written: Counter[str]) ->
     value = fused.normalised(
         torch.ops.aten.native_layer_norm.default,
         (torch.randn(4, 32), [32], torch.ones(32), torch.zeros(32), EPS),
-        (torch.zeros(4, 1), torch.ones(4, 1)),
+        torch.zeros(4, 1),
+        torch.ones(4, 1),
     )
     assert value is not None
     with pytest.raises(AssertionError, match="of something else"):
@@ -208,7 +227,7 @@ def test_what_is_not_known_is_left_to_the_op(odd: str, written: Counter[str]) ->
     args = (*ODD[odd](torch.randn(8, 32), torch.randn(32), torch.randn(32)), EPS)
     result = torch.ops.aten.native_layer_norm.default(*args)
 
-    assert fused.normalised(torch.ops.aten.native_layer_norm.default, args, (result[1], result[2])) is None
+    assert fused.normalised(torch.ops.aten.native_layer_norm.default, args, result[1], result[2]) is None
     assert not fused.proven(torch.ops.aten.native_layer_norm.default, args, result)
 
 
@@ -216,3 +235,157 @@ def test_nothing_is_done_without_kernels() -> None:
     args = torch.randn(8, 32), [32], torch.randn(32), torch.randn(32), EPS
     result = torch.ops.aten.native_layer_norm.default(*args)
     assert not fused.proven(torch.ops.aten.native_layer_norm.default, args, result)
+
+
+# Programs that meddle with what a replay in one pass is made from.
+
+WIDTH = 64
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def headed(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.mix(torch.tanh(self.embed(features))))).square().mean()
+
+
+class SourceWritten(Trunk):
+    """A residual stream in place: the norm's source is written, in the replay, before the norm is written out."""
+
+    def __init__(self, *, grad: bool) -> None:
+        super().__init__()
+        self.grad = grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.grad):
+            h = x * 1.5
+            y = self.norm(h)
+            h.mul_(2)
+            features = (torch.sin(y) + h).detach()
+        return self.headed(features)
+
+
+class StatisticsWritten(SourceWritten):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.grad):
+            y, mean, _ = torch.native_layer_norm(x * 1.5, [WIDTH], self.norm.weight, self.norm.bias, EPS)
+            mean.mul_(2)
+            features = torch.sin(y).detach()
+        return self.headed(features)
+
+
+class NormOfNorm(nn.Module):
+    """The second is not proven; that it reads the first, which is, does not make it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm((2, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(self.a(x.view(-1, 2, 32)))
+        z = torch.sin(self.second(y)) + torch.sin(y.bfloat16()).float()
+        return self.b(torch.tanh(self.a(z))).square().mean()
+
+
+class CastOfBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+        self.norm = nn.BatchNorm2d(16)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = x.view(-1, 16, 8, 8).to(memory_format=torch.channels_last)
+        y = torch.sin(self.norm(self.first(images)).bfloat16()).float()
+        return self.second(torch.tanh(y)).square().mean()
+
+
+MEDDLING: dict[str, Any] = {
+    "a source that is written, frozen": lambda: SourceWritten(grad=False),
+    "a source that is written, detached": lambda: SourceWritten(grad=True),
+    "statistics that are written, frozen": lambda: StatisticsWritten(grad=False),
+    "statistics that are written, detached": lambda: StatisticsWritten(grad=True),
+    "a norm of a norm": NormOfNorm,
+    "a cast of a batch norm": CastOfBatchNorm,
+}
+
+
+@pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
+@pytest.mark.parametrize("name", MEDDLING)
+def test_whatever_the_program_does_the_bits_stay(
+    name: str, few_hooks: bool, written: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    launch = fused._launch
+
+    def off(value: fused.Normalised, out: torch.Tensor, relu: bool) -> None:
+        """Wrong where it cannot be proven."""
+        launch(value, out, relu)
+        if (name == "a norm of a norm" and value.columns == 64) or (value.by_column and out.dtype is torch.bfloat16):
+            out.view(-1)[-1] += 1
+
+    monkeypatch.setattr(fused, "_launch", off)
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(step))
+
+    case = Case(name, built(MEDDLING[name], sgd), batch, _step)
+    planner = random_planner(MIXTURES["recompute-all"], seed=0)
+    taken, report, _ = run_room(case, partial(legroom.fit, budget=BUDGET_BYTES, planner=planner), planned_steps=5)
+
+    assert_same(run_plain(case, len(taken)), taken)
+    assert not any("other bits" in why for why in report.fallbacks), report.fallbacks
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), torch.OutOfMemoryError("no")])
+def test_kernels_that_cannot_be_launched(
+    error: Exception, written: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Counter[str]()
+
+    def fails(*_: Any) -> None:
+        calls["launch"] += 1
+        raise error
+
+    monkeypatch.setattr(fused, "_launch", fails)
+    monkeypatch.setattr(fused, "_broken", "")
+    monkeypatch.setattr(fused, "_runs_on", lambda device: not fused._broken)
+    planner = random_planner(MIXTURES["recompute-all"], seed=0)
+
+    taken, _, _ = run_room(_layers(16), partial(legroom.fit, budget=BUDGET_BYTES, planner=planner))
+
+    assert_same(run_plain(_layers(16), len(taken)), taken)
+    assert bool(fused._broken) == isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
+    assert (calls["launch"] == 1) == bool(fused._broken)
+
+
+def test_statistics_that_the_plan_moves_are_not_held(written: Counter[str]) -> None:
+    """What goes must be free to go: their norms are made again as a whole."""
+    rows = 96 * 64
+
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        drawn = [Swap("sync") if trace.storages[gap.storage].nbytes == rows * 4 else Recompute() for gap in trace.gaps]
+        plan = Plan(tuple(Swap("sync") for _ in drawn), signature(trace), "moves", budget_bytes, 0, 0.0, ())
+        return admit(trace, plan, hardware, {i: d for i, d in enumerate(drawn) if isinstance(d, Recompute)})
+
+    rooms: list[Any] = []
+
+    def fit(*args: Any) -> Any:
+        rooms.append(legroom.fit(*args, budget=BUDGET_BYTES, planner=planner))
+        return rooms[-1]
+
+    taken, report, _ = run_room(_layers(96), fit, planned_steps=4)
+
+    assert_same(run_plain(_layers(96), len(taken)), taken)
+    swapped = {
+        gap.storage for gap, d in zip(rooms[0].trace.gaps, rooms[0].plan.decisions, strict=True) if d == Swap("sync")
+    }
+    assert any(rooms[0].trace.storages[storage].nbytes == rows * 4 for storage in swapped)
+    assert not rooms[0]._program.statistics
+    assert "released later than planned" not in report.fallbacks

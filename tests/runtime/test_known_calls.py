@@ -154,6 +154,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         def is_saved(self, entry: Any, packs: tuple[int, ...]) -> bool:
             assert packs and not super().is_saved(entry, (-1, *packs[1:])), "after a save that was not learned"
             found = super().is_saved(entry, packs)
+            assert all(made.grad is self._known.surroundings[0] for made in self.made), "the grad mode of the hook"
             counts["on the way"] += found
             return found
 

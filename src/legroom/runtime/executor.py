@@ -26,7 +26,7 @@ from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
 from legroom.runtime.fused import STATISTICS
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
-from legroom.runtime.lineage import Lineage, Made, Node, form_of, hidden_writes, written_tensors
+from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
@@ -108,11 +108,13 @@ class Program:
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         # Of normalisations that need not all of their work again, by number: the storages of their statistics.
         self.statistics: dict[int, tuple[int, int]] = {}
+        moved = {storage for i in schedule.instructions for storage in (i.storage, *_also(i))}
         for i, op in enumerate(in_mode):
             places = STATISTICS.get(op.name)
-            if places is not None and op.id in replayed and op.replay_seconds is not None and len(op.writes) == 3:
+            if places is not None and op.id in replayed and op.short and len(op.writes) == 3:
                 first, second = (op.writes[place][0] for place in places)
-                self.statistics[i] = first, second
+                if first not in moved and second not in moved:  # what goes is not to be held
+                    self.statistics[i] = first, second
         self.all_ticks = self._ticks(range(len(trace.ticks)))
         self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         self._in_mode, self._replayed = in_mode, replayed
@@ -667,7 +669,8 @@ class Executor:
             try:
                 return play(actions, (target, *also))
             except (NotAtHand, StepError):
-                tapes[tape] = None
+                if self._pressure is None:  # there, more may be away than in other steps
+                    tapes[tape] = None
         if tape >= 0 and tape not in tapes:
             tapes[tape] = remember(actions_for(target, also), self._first)
         return replay(target, also)
@@ -733,7 +736,7 @@ class Executor:
         made = self._noted(number, func, args, kwargs)
         result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
         if number in self.program.statistics:
-            made.statistics = result[1], result[2]
+            made.statistics = Statistics.of(result[1], result[2])
         self.lineage.made(made, result)
         return result
 
@@ -768,6 +771,7 @@ class Executor:
         tensors = known.tensors(args, kwargs, self.device_type)
         if tensors is None or (known.casts_weights and self._weights_written):
             return NotImplemented
+        self._statistics.clear()  # of a call that failed
         recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as)
         within, self._recording = self._recording, (recording, self.tick)
         try:

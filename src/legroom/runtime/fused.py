@@ -49,6 +49,12 @@ class Normalised(NamedTuple):
         """`out` lies in memory as the source does, or as its first rows."""
         _launch(self, out, relu)
 
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether it is made from these bytes."""
+        key = tensor.untyped_storage()._cdata
+        mine = self.source, self.mean, self.scale, self.weight, self.bias
+        return any(t.untyped_storage()._cdata == key for t in mine)
+
     def into(self, dtype: torch.dtype, *, relu: bool = False) -> torch.Tensor:
         out = torch.empty_like(self.source, dtype=dtype)
         self.write(out, relu=relu)
@@ -58,8 +64,8 @@ class Normalised(NamedTuple):
         """What an op makes of it, in one pass; None where that is not known."""
         if func in _RELUS and self.by_column:
             return self.into(self.source.dtype, relu=True)
-        if func is not _CAST or self.source.dtype is not torch.float32:
-            return None
+        if func is not _CAST or self.by_column or self.source.dtype is not torch.float32:
+            return None  # not what was proven
         dtype = kwargs.get("dtype")
         plain = all(name == "dtype" or value in _UNSAID.get(name, ()) for name, value in kwargs.items())
         return self.into(dtype) if plain and dtype in _HALVES else None
@@ -75,11 +81,13 @@ _UNSAID: dict[str, tuple[Any, ...]] = {
 
 
 def _runs_on(device: torch.device) -> bool:
+    if _broken:
+        return False
     # Kernels go to the current device, whatever they are given.
     return triton is not None and device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
-def normalised(func: Any, args: Any, statistics: tuple[torch.Tensor, torch.Tensor]) -> Normalised | None:
+def normalised(func: Any, args: Any, mean: torch.Tensor, scale: torch.Tensor) -> Normalised | None:
     """The result of a call of this op without its work; None where the op, or how its tensors lie, is not known."""
     if func is _LAYER_NORM:
         source, shape, weight, bias, _ = args
@@ -95,7 +103,7 @@ def normalised(func: Any, args: Any, statistics: tuple[torch.Tensor, torch.Tenso
         return None
     if not lies or weight is None or bias is None or not source.numel() or not _runs_on(source.device):
         return None
-    mean, scale = statistics
+    statistics = mean, scale
     tensors = source, weight, bias
     if any(t.dtype not in _FLOATS for t in tensors) or source.numel() >= 2**31:
         return None
@@ -113,10 +121,23 @@ def proven(func: Any, args: Any, result: Any) -> bool:
 
     False where it cannot be done, or what is made of the result in the same pass is not what PyTorch makes of it.
     """
-    short = normalised(func, args, (result[1], result[2])) if str(func) in STATISTICS else None
+    global _broken
+    short = normalised(func, args, result[1], result[2]) if str(func) in STATISTICS else None
     if short is None:
         return False
-    out: torch.Tensor = result[0]
+    try:
+        return _same(short, result[0])
+    except torch.OutOfMemoryError:
+        return False
+    except Exception as error:  # no compiler, or a device that Triton does not know: training goes on without
+        _broken = f"{type(error).__name__}: {error}"
+        return False
+
+
+_broken = ""  # why kernels cannot be run here, once that has been tried
+
+
+def _same(short: Normalised, out: torch.Tensor) -> bool:
     alike = out.dtype is short.source.dtype and out.stride() == short.source.stride()
     if not alike or out.untyped_storage().nbytes() != out.nbytes:
         return False

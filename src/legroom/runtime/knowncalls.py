@@ -24,6 +24,7 @@ from legroom.runtime.lineage import (
     Made,
     Node,
     RandomState,
+    Statistics,
     form_of,
     hidden_writes,
     tensors_in,
@@ -268,7 +269,8 @@ class Recording:
             for inner, again in zip(known.ops, made, strict=True):
                 if inner.statistics is not None:
                     mean, scale = (self._saved_as(number) for number in inner.statistics)
-                    again.statistics = (mean, scale) if mean is not None and scale is not None else None
+                    if mean is not None and scale is not None:
+                        again.statistics = Statistics.of(mean, scale)
         for place, op, output in known.results:
             tensor = result if place < 0 else result[place]
             lineage.nodes[tensor.untyped_storage()._cdata] = self._value(op, output).shown_by(tensor)
@@ -308,9 +310,10 @@ class Recording:
                         args[at] = list(args[at])
                     args[at][within] = Argument(node, layout)
             number = self._first + inner.number
-            made.append(
-                Made.again(number, inner.func, args, inner.kwargs, inputs, inner.form, inner.written, self._rng)
-            )
+            form, written = inner.form, inner.written
+            # Not the grad mode of this moment: hooks run without.
+            grad = self._known.surroundings[0]
+            made.append(Made.again(number, inner.func, args, inner.kwargs, inputs, form, written, self._rng, grad=grad))
         return True
 
 

@@ -93,6 +93,22 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+class Statistics(NamedTuple):
+    """Of a normalisation, with which it is made again in one pass."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, mean: torch.Tensor, scale: torch.Tensor) -> Statistics:
+        return cls(mean, scale, (version_of(mean), version_of(scale)))
+
+    def unchanged(self) -> bool:
+        """They may be the program's as well, which may write to them."""
+        return (version_of(self.mean), version_of(self.scale)) == self.versions
+
+
 # A value by the op that made it: its order, and which output (-1 - i: the i-th written argument).
 Slot = tuple[int, int]
 
@@ -243,7 +259,6 @@ class Blank:
 
 
 NodeOf = Callable[[torch.Tensor, int], "Node"]  # given the tensor's storage, too
-Statistics = tuple[torch.Tensor, torch.Tensor]  # of a normalisation, with which it is made again in one pass
 _SCALARS = frozenset((int, float, bool, type(None), torch.dtype, torch.device))
 
 
@@ -357,12 +372,14 @@ class Made:
         form: Form,
         written: Sequence[int],
         rng: RandomState | None,
+        *,
+        grad: bool,
     ) -> Made:
         """An op that was not looked at, of which all this is known."""
         made = cls.__new__(cls)
         made.order, made.func, made.args, made.kwargs = order, func, args, kwargs
         made.inputs, made.keys, made.form, made.written = inputs, [], form, written
-        made.grad = torch.is_grad_enabled()
+        made.grad = grad
         made.statistics = None
         made.rng = rng if form.seeded else None
         made.threads = torch.get_num_threads() if not inputs or any(node.on_cpu for node in inputs) else None

@@ -205,8 +205,10 @@ def _run_short(action: Action, at_hand: dict[Slot, Held]) -> bool:
     if made.statistics is not None:
         if action.wanted != (0,):
             return False
+        if not made.statistics.unchanged():
+            return False
         tensors = [_value(value, None, at_hand) if type(value) is Argument else value for value in made.args]
-        value = normalised(made.func, tensors, made.statistics)
+        value = normalised(made.func, tensors, made.statistics.mean, made.statistics.scale)
         if value is None:
             return False
         at_hand[made.order, 0] = value
@@ -239,6 +241,8 @@ def _to_write(action: Action, at_hand: dict[Slot, Held]) -> dict[int, torch.Tens
     for node in {id(n): n for n in _written_nodes(action.made)}.values():
         mine = _written_out(node.slot, at_hand)
         if mine is not None and node.slot in action.last:
+            for slot in [slot for slot, held in at_hand.items() if type(held) is Normalised and held.reads(mine)]:
+                _written_out(slot, at_hand)  # while its source is what it was
             replaced[id(node)] = mine
         else:
             source = mine if mine is not None else node.bytes_at_hand()
