@@ -187,7 +187,6 @@ class Room:
         self._in_flight: list[int] = []  # bytes of each storage that is on the host at once
         self._brim = Brim(budget_bytes) if device.has_cap else None
         self._retries = 0
-        self._rearranged = False  # whether the allocator had to, in the last planned step
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
         self._call: Call | None = None  # of the last step, the first one
@@ -268,11 +267,12 @@ class Room:
             return self._begin()
         checks = self._program.one_replayed(self._planned)
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
-        # Where memory cannot be arranged, or did not fall as it should: what a step does about that is not the plan's.
+        # Where memory cannot be arranged; and in the first step of a plan, in which all ops are looked at and ask for a
+        # little more than was arranged. What such a step does about it is not the plan's: it is not measured.
         trial = self._brim is not None and not self._brim.settled and self._given is None and not self._program.idle
-        trial = trial and (not self._arena_bytes or self._rearranged)
+        trial = trial and (not self._arena_bytes or self._program.calls is None)
         untried = self._brim is not None and self._brim.untried
-        measure = (calibrating or self._planned in CHECKS) and not (trial and (untried or self._rearranged))
+        measure = (calibrating or self._planned in CHECKS) and not (trial and untried)
         if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
             known = self._same_inputs and self._inputs and not (self._watch.elsewhere or self._watch.some_free)
@@ -476,7 +476,7 @@ class Room:
         self.plan = plan
         self._schedule = schedule
         self._program = Program(trace, schedule, spacers=found.spacers or ())
-        self._arena_bytes, self._rearranged = found.arena_bytes, False
+        self._arena_bytes = found.arena_bytes
         self._map_arena()
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
@@ -490,6 +490,7 @@ class Room:
     def _map_arena(self) -> None:
         if self._arena_bytes > 0:
             self._device.map_free(self._arena_bytes)
+            self._retries = self._device.retries()  # what that took is not the steps'
 
     def _predicted_curve(self) -> tuple[int, ...]:
         """Peaks of the head and of every segment, spacers included."""
@@ -539,9 +540,9 @@ class Room:
         if self._brim.settled:
             return False
         retries, self._retries = self._retries, self._device.retries()
-        self._rearranged = self._retries > retries and self._planned > 1
-        if not self._brim.after_step(rearranged=self._rearranged):
-            if self._rearranged and self._arena_bytes:  # its pages lie elsewhere now
+        rearranged = self._retries > retries
+        if not self._brim.after_step(rearranged=rearranged and self._planned > 1):
+            if rearranged and self._arena_bytes:  # its pages lie elsewhere now
                 self._device.merge_free()
                 self._map_arena()
             return False

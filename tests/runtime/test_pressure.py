@@ -130,6 +130,14 @@ def test_the_requests_of_a_segment_are_made_and_given_back(
     assert pressure.relieve(ledger, 99, None) == 0  # a step that goes on for longer
 
 
+def test_where_a_mode_looks_on_there_is_one_block_more(saved: tuple[Tight, Ledger, list[Handle]]) -> None:
+    device, ledger, _ = saved
+    pressure = Pressure(trace_of((((9, 3 * MIB), (9, 0), (8, 2 * MIB)), (), (), ()), 4))
+
+    assert pressure.relieve(ledger, 4, None, watched=True) == 0
+    assert device.asked == [3 * MIB, 2 * MIB, 3 * MIB]
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -551,7 +551,7 @@ class Executor:
                 self.census.note_deaths()
         if self._pressure is not None:
             with no_dispatch():
-                gone = self._pressure.relieve(self.ledger, tick, asked_for)
+                gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=self._learning)
             if gone:
                 self.fallbacks["swapped out in the first steps of a plan, to make room"] += gone
         return tick

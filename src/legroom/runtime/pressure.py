@@ -18,6 +18,7 @@ from legroom.runtime.residency import Entry, Ledger
 
 _LARGE_BYTES = 2**20  # smaller requests have pages of their own, and plans leave room for those
 _NEVER = 1 << 60
+_ONE_MORE = -1 << 60  # as a key
 
 
 class Pressure:
@@ -35,9 +36,14 @@ class Pressure:
             if tick.kind == "unpack":
                 self._read[tick.storage].append(number)
 
-    def relieve(self, ledger: Ledger, tick: int, asked_for: Entry | None) -> int:
-        """Make sure of what is asked for from this tick to the next. How many storages had to go for it."""
+    def relieve(self, ledger: Ledger, tick: int, asked_for: Entry | None, *, watched: bool = False) -> int:
+        """Make sure of what is asked for from this tick to the next. How many storages had to go for it.
+
+        watched: by a mode, which makes PyTorch write sums elsewhere that it writes in place otherwise: one block more.
+        """
         segment = self._segments[tick] if tick < len(self._segments) else ()
+        if watched and segment:
+            segment = (*segment, (_ONE_MORE, max(nbytes for _, nbytes in segment)))
         gone = 0
         while any(nbytes for _, nbytes in segment) and not self._fits(ledger.device, segment):
             more = self._evict(ledger, tick, asked_for, sum(nbytes for _, nbytes in segment))
