@@ -154,3 +154,9 @@ def test_what_can_be_recomputed_alone_but_not_together_is_no_obstacle(seed: int)
 def test_every_plan_is_honest_or_names_its_floor(cache: bool, data: st.DataObject) -> None:
     trace, hardware = data.draw(traces()), data.draw(hardwares())
     assert_rule_holds(SuperNeurons(cache=cache), trace, hardware, data.draw(budgets_of(trace)))
+
+
+def test_with_fewer_swapped_the_peak_may_be_lower() -> None:
+    """A step on which the floor that was named, with all of them swapped, was above what the planner then reached."""
+    trace = make_trace(35812, forward=5)
+    assert_rule_holds(SuperNeurons(cache=True), trace, PRESETS["cpu"], 0)
