@@ -27,7 +27,7 @@ from legroom.ir import Trace
 from legroom.schedule import Drop, Instruction, Prefetch, Release, Replay, Schedule, memory_curve
 
 _NOISE_BYTES = 2**19
-_LARGE_BYTES = 2**20  # smaller requests have pages of their own
+LARGE_BYTES = 2**20  # smaller requests have pages of their own
 _MOST_TRIAL_EVENTS = 50_000_000  # that all trials go through together: about a second
 _WINDOWS = 24  # stretches of memory that a request might have had, tried in order of how much stands in them
 _MOST_SPACERS = 6
@@ -179,7 +179,7 @@ def _large(events: Iterable[Event]) -> list[Event]:
     chosen: list[Event] = []
     small: set[int] = set()
     for event in events:
-        if 0 < event.nbytes <= _LARGE_BYTES:
+        if 0 < event.nbytes <= LARGE_BYTES:
             small.add(event.key)
         elif event.nbytes == 0 and event.key in small:
             small.remove(event.key)
@@ -228,7 +228,7 @@ class _QuickTrial:
             self._sizes,
             len(self._holes),
             self._blocks,
-            _LARGE_BYTES,
+            LARGE_BYTES,
             self._edges,
         )
         return int(place), int(largest)
@@ -236,11 +236,11 @@ class _QuickTrial:
 
 def small_bytes(trace: Trace) -> int:
     """The most that requests too small for the arena take at once; at a guess where those of backward are unknown."""
-    gradients = sum(s.nbytes for s in trace.storages if s.kind == "parameter" and s.nbytes <= _LARGE_BYTES)
+    gradients = sum(s.nbytes for s in trace.storages if s.kind == "parameter" and s.nbytes <= LARGE_BYTES)
     level = most = 0 if trace.requests else gradients
     live: dict[int, int] = {}
     for key, nbytes in requests(trace, Schedule((), "")):
-        if 0 < nbytes <= _LARGE_BYTES:
+        if 0 < nbytes <= LARGE_BYTES:
             level += nbytes
             most = max(most, level)
             live[key] = nbytes
@@ -276,7 +276,7 @@ def _trial(events: Sequence[Event], pieces: Sequence[Piece], spacers: Sequence[S
                 if got is None:
                     return _stopped(place, tick, spacer.nbytes, arena, blocks, born)
                 spaced[spacer] = got[0]
-        elif nbytes > _LARGE_BYTES:
+        elif nbytes > LARGE_BYTES:
             got = arena.take(nbytes)
             if got is None:
                 return _stopped(place, tick, nbytes, arena, blocks, born)
@@ -310,7 +310,7 @@ def _candidates(stop: _Stop, free_bytes: Sequence[int]) -> Iterator[Spacer]:
     for until in sorted({stop.tick, *(stop.born[key][0] for keys in windows for key in keys)}, reverse=True):
         for share in _FROM_THE_BEGINNING:
             nbytes = int(free_bytes[until - 1] * share) // 512 * 512 if until > 0 else 0
-            if nbytes > _LARGE_BYTES:
+            if nbytes > LARGE_BYTES:
                 seen.add(Spacer(0, until, nbytes))
                 yield Spacer(0, until, nbytes)
     for keys in windows:
@@ -322,7 +322,7 @@ def _candidates(stop: _Stop, free_bytes: Sequence[int]) -> Iterator[Spacer]:
                 for until in (tick + 1, tick + 2, stop.tick):
                     spacer = Spacer(max(0, tick), until, nbytes // 512 * 512)
                     inside = spacer.tick < until < len(free_bytes)
-                    if nbytes > _LARGE_BYTES and inside and spacer not in seen:
+                    if nbytes > LARGE_BYTES and inside and spacer not in seen:
                         seen.add(spacer)
                         yield spacer
 

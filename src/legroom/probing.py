@@ -241,9 +241,9 @@ def _probe_cuda(index: int) -> Hardware:
 
 
 # What a plan costs the host, measured inside training steps on an H200's host, in which issuing a small op took
-# _ISSUE_SECONDS: copies in ResNet-152 and BERT; the rest is what steps of BERT and ViT took beyond that, at least (15
-# and 12 ms of forward with 108 and 57 drops, 20 and 13 ms of backward with 218 and 126 ops in replays). A tick has its
-# share of the calls that are counted.
+# _ISSUE_SECONDS: copies in ResNet-152 and BERT. The rest is estimated from what the fastest steps of BERT and ViT took
+# beyond plain ones (15 and 12 ms of forward with 108 and 57 drops, 20 and 13 ms of backward with 218 and 126 ops in
+# replays). A tick has its share of the calls that are counted.
 _ISSUE_SECONDS = 9.5e-6
 _HOST_COSTS = HostCosts(
     tick=8e-6, swap_out=110e-6, release=50e-6, drop=60e-6, prefetch=90e-6, await_=30e-6, replay=40e-6, replay_op=38e-6

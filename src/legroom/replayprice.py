@@ -15,8 +15,8 @@ from legroom.ir import Op, Trace, Value
 
 _CASTS = ("aten._to_copy.default",)
 _RELUS = ("aten.relu_.default", "aten.relu.default")
-# What runs in the same pass; and of the time of the op itself, that of a pass alone: 50 of 85 us for a layer norm that
-# keeps its dtype, and 40 of 240 for a batch norm, on an H200.
+# What runs in the same pass; and that of a pass alone, as a share of the op's own time: estimated from the bytes that
+# they move. On an H200 a batch norm of 192 x 64 x 56 x 56 took 240 us, and a relu of it, which moves as much, 40.
 _FOLLOWERS = {"aten.native_layer_norm.default": _CASTS, "aten.native_batch_norm.default": _RELUS}
 _ONE_PASS = {"aten.native_layer_norm.default": 0.6, "aten.native_batch_norm.default": 0.2}
 

@@ -566,8 +566,8 @@ class Room:
         fits, self._host_fits = self._host_fits, MOST_HOST_FITS
         seconds = timeline.seconds * self._pace.factor
         before, self._before = self._before, None
-        fits_still = before is not None and check_schedule(trace, before[0].schedule) <= self.budget_bytes
-        if before is not None and before[1] < seconds and fits_still:
+        faster = before is not None and before[1] < seconds
+        if before is not None and faster and check_schedule(trace, before[0].schedule) <= self.budget_bytes:
             # What the host costs is known by a factor only; which of two plans is faster, by running them.
             self._setting.fallbacks["the plan before was faster: back to it"] += 1
             self._device.merge_free()

@@ -773,11 +773,11 @@ class Executor:
             return NotImplemented
         self._statistics.clear()  # of a call that failed
         recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as)
-        within, self._recording = self._recording, (recording, self.tick)
+        tick = self.tick
+        within, self._recording = self._recording, (recording, tick)
         try:
             result = func(*args, **kwargs)
         finally:
-            _, tick = self._recording
             self._recording = within
         recording.ended(result, self._saved_since(tick))
         for inner, op in zip(known.ops, recording.made, strict=False):

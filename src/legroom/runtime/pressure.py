@@ -12,11 +12,11 @@ from collections import defaultdict
 
 import torch
 
+from legroom.arrange import LARGE_BYTES
 from legroom.ir import Trace
 from legroom.runtime.device import Device
 from legroom.runtime.residency import Entry, Ledger
 
-_LARGE_BYTES = 2**20  # smaller requests have pages of their own, and plans leave room for those
 _NEVER = 1 << 60
 _ONE_MORE = -1 << 60  # as a key
 
@@ -25,10 +25,10 @@ class Pressure:
     """What a trace asks for, segment by segment, and who can make room for it."""
 
     def __init__(self, trace: Trace) -> None:
-        sizes = {key: nbytes for segment in trace.requests for key, nbytes in segment if nbytes > _LARGE_BYTES}
+        sizes = {key: nbytes for segment in trace.requests for key, nbytes in segment if nbytes > LARGE_BYTES}
         self._sizes = sizes
         self._segments = [
-            tuple((key, nbytes) for key, nbytes in segment if nbytes > _LARGE_BYTES or (nbytes == 0 and key in sizes))
+            tuple((key, nbytes) for key, nbytes in segment if nbytes > LARGE_BYTES or (nbytes == 0 and key in sizes))
             for segment in trace.requests[1:]
         ]
         self._read: dict[int, list[int]] = defaultdict(list)  # by storage: when backward reads it
@@ -75,7 +75,7 @@ class Pressure:
         idle = [
             entry
             for entry in ledger.by_key.values()
-            if entry is not asked_for and entry.nbytes > _LARGE_BYTES and entry.exclusive()
+            if entry is not asked_for and entry.nbytes > LARGE_BYTES and entry.exclusive()
         ]
         idle.sort(key=lambda entry: (self._next_read(entry, tick), entry.nbytes), reverse=True)
         gone = 0
