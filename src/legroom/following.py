@@ -27,6 +27,7 @@ from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
 from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
+from legroom.runtime.calls import Lesson
 from legroom.runtime.executor import Program
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
@@ -66,7 +67,6 @@ class Rung:
     schedule: Schedule
     program: Program
     peak_bytes: int
-    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, whose replays gave the same bits
 
 
 @dataclass(slots=True)
@@ -87,6 +87,26 @@ class Course:
     ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
     peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)  # by the plan's size and the input's
     version: int = 0  # plans of another one were made from what is no longer believed
+    proven: dict[Features, set[object]] = field(default_factory=dict)  # by size, what was seen to give the same bits
+    lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
+    _kinds: tuple[Trace, list[int]] | None = None
+
+    @property
+    def kinds(self) -> list[int]:
+        """Of each op, a number that ops share which do the same to tensors of the same sizes."""
+        template = self.model.template
+        if self._kinds is None or self._kinds[0] is not template:
+            numbers: dict[object, int] = {}
+            sizes = [storage.nbytes for storage in template.storages]
+            kinds = [
+                numbers.setdefault(
+                    (op.name, tuple(sizes[s] for s, _ in op.reads), tuple(sizes[s] for s, _ in op.writes)), len(numbers)
+                )
+                for op in template.ops
+            ]
+            self._kinds = template, kinds
+            self.proven.clear()
+        return self._kinds[1]
 
     def forget_plans(self) -> None:
         self.version += 1
@@ -276,9 +296,9 @@ class Following:
         roomy = rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
-        # Ops were proven at other sizes: at this one, replays are used once they have been seen to give the same bits.
-        new = frozenset(() if features in course.recorded else rung.program.replayed_storages)
-        new -= rung.proven.get(features, frozenset())
+        if rung.program.learns and course.lesson is not None:
+            rung.program.learn(course.lesson, {}, may_leave_hooks_out=False)
+        new = self._unproven(course, features, rung.program)
         checks = new or rung.program.one_replayed(course.planned)
         measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
 
@@ -289,7 +309,32 @@ class Following:
             instead.update(self._others(call, way, course))
             return [other.program for _, other in instead.values()]
 
-        return PlannedStep(self._setting, rung.program, checks=checks, wait=bool(new), measure=measure, others=others)
+        return PlannedStep(self._setting, rung.program, checks=checks, due=bool(new), measure=measure, others=others)
+
+    def _unproven(self, course: Course, features: Features, program: Program) -> frozenset[int]:
+        """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one.
+
+        Where all that is wrong is found out before the optimizer runs, one of the replays that run the same ops on
+        the same sizes speaks for all of them.
+        """
+        if features in course.recorded:
+            return frozenset()
+        proven = set(course.proven.get(features, ()))
+        storages = program.replayed_storages
+        first = course.planned % len(storages) if storages else 0
+        new = []
+        for storage in (*storages[first:], *storages[:first]):
+            recipe = self._recipe(course, program, storage)
+            if recipe not in proven:
+                proven.add(recipe)
+                new.append(storage)
+        return frozenset(new)
+
+    def _recipe(self, course: Course, program: Program, storage: int) -> object:
+        recipe = program.recipes[storage]
+        kinds = course.kinds
+        told = tuple((tuple([kinds[op] for op in ops]), output) for ops, output in recipe)
+        return told if self._device.answers_later else (storage, told)
 
     def _others(self, call: Call, way: Way, course: Course) -> dict[int, tuple[Course, Rung]]:
         """Plans of other op sequences for the step that runs: asked for when it is not the one that was expected."""
@@ -473,10 +518,13 @@ class Following:
         course.planned += 1
         course.met(call.features)
         course.ran.append(call.features)
-        if self.rung is not None:
-            if len(self.rung.proven) >= REMEMBERED_SIZES:
-                self.rung.proven.clear()
-            self.rung.proven.setdefault(call.features, set()).update(inner.executor.replayed)
+        course.lesson = course.lesson or inner.executor.program.lesson
+        if inner.executor.replayed:
+            if len(course.proven) >= REMEMBERED_SIZES:
+                course.proven.clear()
+            program = inner.executor.program
+            recipes = [self._recipe(course, program, storage) for storage in inner.executor.replayed]
+            course.proven.setdefault(call.features, set()).update(recipes)
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))

@@ -299,6 +299,13 @@ class Room:
                     stacklevel=4,
                 )
 
+    def _hear_of_refusal(self, run: AnyStep) -> None:
+        """A step that follows the input may have been refused by what it proved."""
+        inner = run.inner if isinstance(run, CalledStep) else None
+        if isinstance(inner, PlannedStep) and inner.executor.refused_bits and self._following is not None:
+            self._setting.distrusted.update(inner.executor.mismatch)
+            self._following.forget()
+
     def _ended(self, run: AnyStep, seconds: float) -> None:
         self._steps += 1
         if run.curve is not None:
@@ -778,7 +785,10 @@ class Step:
             else:
                 self._room._pace.cancel()
         finally:
-            self._leave(run, failed=error is not None)
+            try:
+                self._leave(run, failed=error is not None)
+            finally:
+                self._room._hear_of_refusal(run)
         if error is None:
             self._room._ended(run, seconds)
             return

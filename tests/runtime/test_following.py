@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import legroom
+from legroom.errors import StepError
 from legroom.following import MOST_COURSES, MOST_WAYS
 from legroom.hardware import PRESETS
 from legroom.planners import quick
 from legroom.planners.auto import Auto
+from legroom.runtime.device import CpuDevice
 from legroom.runtime.inputs import call_of, signature_of
+from legroom.runtime.steps import PlannedStep
 from tests.runtime.test_budget import measured_peak
 from tests.runtime.test_cap import Capped
 
@@ -615,10 +618,14 @@ class Masked(nn.Module):
         return x
 
 
-def test_replays_are_proven_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps that are learned from show nothing of those writes: what is made again must be seen to be the same."""
+def recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(PRESETS["cpu"], out_bytes_per_second=1e6, in_bytes_per_second=1e6)  # so that plans recompute
     monkeypatch.setattr(legroom.room, "probe", lambda *_: slow)
+
+
+def test_replays_are_proven_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that are learned from show nothing of those writes: what is made again must be seen to be the same."""
+    recomputing(monkeypatch)
     draw = random.Random(0)
     sizes = [8 * draw.randint(50, 125) for _ in range(9)] + [8 * draw.randint(50, 120) + 3 for _ in range(9)]
 
@@ -647,3 +654,104 @@ def test_replays_are_proven_at_every_size(monkeypatch: pytest.MonkeyPatch) -> No
         report = room.report()
     assert found == expected
     assert any("was not used" in name for name in report.fallbacks), report.fallbacks
+
+
+def test_a_wrong_replay_at_a_new_size_refuses_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which is not waited for: outcomes are heard before the optimizer runs."""
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "answers_later", True)
+    draw = random.Random(0)
+    sizes = [8 * draw.randint(50, 125) for _ in range(9)] + [8 * draw.randint(50, 120) + 3 for _ in range(9)]
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = Masked()
+        return net, torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(around: Callable[[], Any], net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x = torch.randn(sizes[number], 64, generator=torch.Generator().manual_seed(number))
+        with around():
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain, plains = build()
+    net, optimizer = build()
+    other, its = build()
+    budget = half_way(lambda: other(torch.randn(1000, 64)).square().mean().backward(), other, its)
+    refused: list[str] = []
+    with legroom.fit(net, optimizer, budget=budget - 200_000) as room:
+        for number in range(len(sizes)):
+            before = [p.detach().clone() for p in net.parameters()]
+            try:
+                step(room.step, net, optimizer, number)
+            except StepError as error:
+                refused.append(str(error))
+                assert_equal([p.detach() for p in net.parameters()], before)
+                optimizer.zero_grad()
+                step(room.step, net, optimizer, number)  # as the message says
+            step(nullcontext, plain, plains, number)
+            assert_equal([p.detach() for p in net.parameters()], [p.detach() for p in plain.parameters()])
+        report = room.report()
+    assert len(refused) == 1, report.fallbacks
+    assert "gave other bits than the first run at this size" in refused[0]
+    assert report.fallbacks["a replay gave other bits at a new size: the step was refused"] == 1
+    assert report.distrusted
+
+
+def test_one_of_the_replays_that_do_the_same_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "answers_later", True)
+    asked: list[tuple[bool, int, int]] = []
+    begin = PlannedStep.begin
+
+    def noted(step: PlannedStep, depths: Any = None) -> None:
+        program = step._program
+        asked.append((step._due, len(step._checks), len(program.replayed_storages)))
+        begin(step, depths)
+
+    monkeypatch.setattr(PlannedStep, "begin", noted)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: net(torch.randn(1000, 64)).sum().backward(), net, optimizer)
+    sizes = [1000, 800, 600, 900, 700, 940, 860, 940, 860, 940, 860]
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number, size in enumerate(sizes):
+            if number == 5:
+                assert room._following is not None
+                room._following.settle()
+                asked.clear()
+            with room.step():
+                net(torch.randn(size, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(asked) == 6
+    (first, second), later = asked[:2], asked[-2:]
+    for due, checks, replayed in (first, second):
+        assert due and 0 < checks <= replayed / 3, asked
+    assert not any(due for due, _, _ in later), asked
+
+
+def test_what_was_learned_of_calls_serves_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops are looked at in the first planned step of all, not in the first one of each plan."""
+    recomputing(monkeypatch)
+    learning: list[bool] = []
+    begin = PlannedStep.begin
+
+    def noted(step: PlannedStep, depths: Any = None) -> None:
+        begin(step, depths)
+        learning.append(step.executor._learning)
+
+    monkeypatch.setattr(PlannedStep, "begin", noted)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: net(torch.randn(1000, 64)).sum().backward(), net, optimizer)
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for size in [1000, 800, 600, 900, 700, 940, 760, 980, 720, 1000]:
+            with room.step():
+                net(torch.randn(size, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert sum(learning) <= 2 and not any(learning[-4:]), learning  # once for the plan of the first size alone

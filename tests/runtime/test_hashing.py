@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.runtime.hashing import hash_bytes
+from legroom.runtime.hashing import MOST_DUE, DueFingerprint, hash_bytes
 
 SIZES = [0, 1, 7, 8, 9, 4095 * 8, 4096 * 8, 4096 * 8 + 3, 100_003]
 
@@ -36,6 +36,20 @@ def test_one_changed_bit_changes_it(data: bytes, draw: st.DataObject) -> None:
 def test_order_counts(data: bytes) -> None:
     turned = data[8:] + data[:8]
     assert (hash_bytes(storage_of(data)) == hash_bytes(storage_of(turned))) == (data == turned)
+
+
+def test_many_that_are_read_together() -> None:
+    """More than there are places, asked for before places are used again."""
+    storages = [storage_of(bytes([n % 251, n // 251, 7])) for n in range(40)]
+    expected = [hash_bytes(storage) for storage in storages]
+    asked = 0
+    while asked <= 5 * MOST_DUE:
+        count = min(MOST_DUE, 700 + asked % 1301)
+        prints = [DueFingerprint(storages[(asked + n) % 40]) for n in range(count)]
+        for n in (0, 1, count // 2, count - 1):
+            assert prints[n].value() == expected[(asked + n) % 40]
+        assert [p.value() for p in prints] == [expected[(asked + n) % 40] for n in range(count)]
+        asked += count
 
 
 _INTERPRETED = """

@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ class Calls:
 
     def __init__(
         self,
-        calls: list[Called],
+        calls: Sequence[Called],
         ticks: Sequence[Tick],
         *,
         watched_ops: Container[int],
@@ -137,6 +137,22 @@ class CallMode(TorchFunctionMode):
             CALLS.put_in(self, self._depth)
 
 
+class Lesson(NamedTuple):
+    """All calls of a step. It holds for any plan, and for any size of the input, as long as the ops are the same."""
+
+    calls: tuple[Called, ...]
+    outside: frozenset[int]  # ops that ran in none of them: a compiled function, or C++ code, made them
+    ticked: frozenset[int]  # ticks inside
+
+    def saves_in_backward(self, ticks: Sequence[Tick]) -> bool:
+        """Whether a call both saves and brings back: then what it saves depends on what was saved before."""
+        return any(0 < len(call.packs(ticks)) < len(call.ticks) for call in self.calls)
+
+    def all_inside(self, ops: Set[int], packs: Iterable[int]) -> bool:
+        """Whether all of these ran inside of a call."""
+        return self.outside.isdisjoint(ops) and self.ticked.issuperset(packs)
+
+
 class Learner(CallMode):
     """Notes every call while the mode and the hooks are on for all of the step."""
 
@@ -165,17 +181,11 @@ class Learner(CallMode):
                 self.known[place] = known
         return result
 
-    def saves_in_backward(self, ticks: Sequence[Tick]) -> bool:
-        """Whether a call both saves and brings back: then what it saves depends on what was saved before."""
-        return any(0 < len(call.packs(ticks)) < len(call.ticks) for call in self.calls)
-
-    def all_inside(self, ops: Container[int], packs: Iterable[int]) -> bool:
-        """Whether all of these ran inside of a call: not where a compiled function, or C++ code, made them."""
+    def lesson(self) -> Lesson:
         last_op = max((call.ops.stop for call in self.calls), default=0)
         inside = {op for call in self.calls for op in call.ops}
-        ticked = {tick for call in self.calls for tick in call.ticks}
-        outside = (op for op in range(max(last_op, self._now()[0])) if op not in inside)
-        return not any(op in ops for op in outside) and ticked.issuperset(packs)
+        outside = frozenset(range(max(last_op, self._now()[0]))) - inside
+        return Lesson(tuple(self.calls), outside, frozenset(tick for call in self.calls for tick in call.ticks))
 
 
 class Gate(CallMode):

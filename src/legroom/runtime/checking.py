@@ -1,9 +1,9 @@
-"""Replays, held against the real bytes: one a step, and all of them where they were never proven at these sizes.
+"""Replays, held against the real bytes: one a step, and more where they were never proven at these sizes.
 
-Where it is waited for, and on the CPU always, the real bytes are kept on the host until the replay, so one that gives
-others is found out in time and not used. Otherwise a device with streams is not waited for: digests are compared there,
-and the outcome is read when it has arrived, some steps later. What was found wrong then has been used; it is counted,
-and a warning says so.
+On the CPU the real bytes are kept on the host until the replay, so one that gives others is found out in time and not
+used. A device with streams is not waited for: digests are compared there. Where a check is due, its outcome is read
+before the optimizer runs; otherwise when it has arrived, some steps later. What was found wrong then has been used; it
+is counted, and a warning says so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from legroom.runtime.device import Device, Fingerprint, HostCopy
 class Check:
     """The real bytes of one value, or their digest, from the drop to the replay."""
 
-    __slots__ = ("_after", "_before", "_device", "_wait", "host", "ops")
+    __slots__ = ("_after", "_before", "_device", "_due", "_wait", "host", "ops")
 
-    def __init__(self, device: Device, flat: torch.Tensor, *, wait: bool) -> None:
+    def __init__(self, device: Device, flat: torch.Tensor, *, due: bool) -> None:
         self._device = device
-        self._wait = wait or not device.answers_later
-        self._before = device.fingerprint(flat.untyped_storage())
+        self._due = due
+        self._wait = not device.answers_later
+        self._before = device.fingerprint(flat.untyped_storage(), due=due)
         self._after: Fingerprint | None = None
         self.ops: list[str] = []  # what the replay ran
         self.host: HostCopy | None = None
@@ -36,7 +37,7 @@ class Check:
     def compare(self, again: torch.Tensor, ops: list[str]) -> bool:
         """Whether the replay is known to have given other bits."""
         self.ops = ops
-        self._after = self._device.fingerprint(again.untyped_storage())
+        self._after = self._device.fingerprint(again.untyped_storage(), due=self._due)
         return self._wait and not self.same()
 
     def known(self) -> bool:

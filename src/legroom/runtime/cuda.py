@@ -23,7 +23,7 @@ from legroom.alloclog import Log, SampledLog
 from legroom.arrange import UNBOUNDED, Piece
 from legroom.errors import DeviceError
 from legroom.runtime.device import Copy, FileCopy, Fingerprint, FutureCopy, HostCopy
-from legroom.runtime.hashing import DeviceFingerprint, hash_bytes, prepare_digests
+from legroom.runtime.hashing import DeviceFingerprint, DueFingerprint, hash_bytes, prepare_digests
 from legroom.runtime.pinned import Buffer, PinnedPool, StagedFile, pages
 from legroom.runtime.spill import CLOSED, SpillFile
 from legroom.units import format_bytes
@@ -270,8 +270,8 @@ class CudaDevice:
     def digest(self, storage: torch.UntypedStorage) -> bytes:
         return hash_bytes(storage)
 
-    def fingerprint(self, storage: torch.UntypedStorage) -> Fingerprint:
-        return DeviceFingerprint(storage)
+    def fingerprint(self, storage: torch.UntypedStorage, *, due: bool = False) -> Fingerprint:
+        return DueFingerprint(storage) if due else DeviceFingerprint(storage)
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,10 +21,11 @@ from legroom.alloclog import TICK, mark
 from legroom.arrange import Spacer
 from legroom.errors import StepError
 from legroom.ir import Storage, Trace
-from legroom.runtime.calls import Called, Calls, Gate, Learner, countable, counting_here, needed_ticks
+from legroom.runtime.calls import Called, Calls, Gate, Learner, Lesson, countable, counting_here, needed_ticks
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Check
 from legroom.runtime.fused import STATISTICS
+from legroom.runtime.hashing import MOST_DUE
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
@@ -103,7 +104,7 @@ class Program:
             self._instructions.setdefault(spacer.tick, []).append(TakeSpacer(spacer.tick, _NONE, spacer))
         for instruction in schedule.instructions:
             self._instructions.setdefault(instruction.tick, []).append(instruction)
-        replays = [i for i in schedule.instructions if isinstance(i, Replay)]
+        self._replays = replays = [i for i in schedule.instructions if isinstance(i, Replay)]
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         # Of normalisations that need not all of their work again, by number: the storages of their statistics.
@@ -122,9 +123,23 @@ class Program:
         self.calls: Calls | None = None  # learned by the first step that goes as planned
         self.casts_weights = False  # whether calls are known that make autocast's copies of weights
         self.learns = not self.idle
+        self.lesson: Lesson | None = None
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    @functools.cached_property
+    def recipes(self) -> dict[int, tuple[tuple[tuple[int, ...], int], ...]]:
+        """How each storage is made again, once for each time: the ops up to the one that makes it, and which of what
+        that one writes it is."""
+        found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        ops = self.trace.ops
+        for again in self._replays:
+            for storage in (again.storage, *again.also):
+                makes = [i for i, op in enumerate(again.ops) if any(s == storage for s, _ in ops[op].writes)]
+                written = [s for s, _ in ops[again.ops[makes[-1]]].writes]
+                found.setdefault(storage, []).append((again.ops[: makes[-1] + 1], written.index(storage)))
+        return {storage: tuple(times) for storage, times in found.items()}
 
     def spaced_bytes(self, tick: int) -> int:
         """What spacers take in the segment after a tick."""
@@ -191,34 +206,36 @@ class Program:
             + [0],
         )
 
-    def learn(self, learner: Learner, *, may_leave_hooks_out: bool) -> None:
-        """Which calls to look into, from a step that went as planned."""
+    def learn(self, lesson: Lesson, known: Mapping[int, KnownCall], *, may_leave_hooks_out: bool) -> None:
+        """Which calls to look into, from a step that went as planned. known: those that follow from their arguments, by
+        place."""
         self.learns = False
+        self.lesson = lesson
         ticks = self.trace.ticks
         packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
-        if not learner.all_inside(self.watched | self.writing, ()):
+        if not lesson.all_inside(self.watched | self.writing, ()):
             return
         hooked = set(range(len(ticks)))
-        may_leave_hooks_out &= self.reserve_bytes is None and learner.all_inside((), packs)
-        if may_leave_hooks_out and not learner.saves_in_backward(ticks):
+        may_leave_hooks_out &= self.reserve_bytes is None and lesson.all_inside(frozenset(), packs)
+        if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in _also(i)}
             # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
             needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
             moved |= {storage for both in self.statistics.values() for storage in both}
-            hooked = needed_ticks(learner.calls, ticks, moved)
+            hooked = needed_ticks(lesson.calls, ticks, moved)
             self.few_ticks = self._ticks(sorted(hooked), needed)
         self.calls = Calls(
-            learner.calls,
+            lesson.calls,
             ticks,
             watched_ops=self.watched,
             writing_ops=self.writing,
             hooked=hooked,
             known={
-                i: self._with_statistics(known)
-                for i, known in learner.known.items()
-                if self._may_go_unseen(known, learner.calls[i], hooked)
+                i: self._with_statistics(call)
+                for i, call in known.items()
+                if self._may_go_unseen(call, lesson.calls[i], hooked)
             },
         )
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
@@ -249,14 +266,15 @@ class Executor:
         *,
         kept: Callable[[], frozenset[int]],
         checks: frozenset[int],
-        wait: bool,
+        due: bool,
         measured: bool,
         trial: bool,
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
-        """others: what to follow where the step turns out to be another one that is known. trial: room for what comes
-        next is made sure of, tick by tick. Not in steps that are measured: it would show there."""
+        """due: the outcome of checks is heard before the optimizer runs, and the step fails on one. others: what to
+        follow where the step turns out to be another one that is known. trial: room for what comes next is made sure
+        of, tick by tick. Not in steps that are measured: it would show there."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -269,11 +287,13 @@ class Executor:
         self.entries: dict[int, Entry] = {}
         self.late: list[int] = []
         self._checks = checks  # storages whose replays are compared with the real bytes in this step
-        self._wait = wait  # for the outcome, before a replay is used
+        self._due = due
+        self._due_left = MOST_DUE // 2  # checks that can still be heard together
         self._checked: dict[int, Check] = {}  # from the drop on
         self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
         self.replayed: set[int] = set()  # storages whose replays were compared, and used
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
+        self.refused_bits = False  # they were used, and the step failed for it
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
@@ -500,6 +520,7 @@ class Executor:
 
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
+        self._hear_what_is_due()
         if self.reactive is None and self.tick != self._last:
             self.drift("the step ended early")
         self._learn_calls()
@@ -520,7 +541,8 @@ class Executor:
         program = self.program
         program.lessons += 1
         if not self._strange and self.ops > max(program.names, default=-1):
-            program.learn(self._calls, may_leave_hooks_out=self.ledger.device.leaves_hooks_out)
+            hooks_out = self.ledger.device.leaves_hooks_out
+            program.learn(self._calls.lesson(), self._calls.known, may_leave_hooks_out=hooks_out)
         elif program.lessons >= MOST_LESSONS:
             program.learns = False
 
@@ -610,7 +632,12 @@ class Executor:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
         elif entry.number in self._checks:
-            self._checked[entry.number] = Check(self.ledger.device, entry.flat(), wait=self._wait)
+            if self._due and not self._due_left:  # never proven at this size, and cannot be now
+                entry.start_saving()
+                frontier = None
+            else:
+                self._due_left -= 1
+                self._checked[entry.number] = Check(self.ledger.device, entry.flat(), due=self._due)
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -695,6 +722,23 @@ class Executor:
             entry.adopt(tensor)
         self.ledger.unpin(entry)
         self._settle(entry)
+
+    def _hear_what_is_due(self) -> None:
+        """Of replays that were never proven at this size: before what they led to is used."""
+        if not self._due:
+            return
+        compared, self.compared = self.compared, []
+        wrong = sorted({op for check in compared if not check.same() for op in check.ops})
+        if wrong:
+            self.mismatch += wrong
+            self.refused_bits = True
+            self.fallbacks["a replay gave other bits at a new size: the step was refused"] += 1
+            raise StepError(
+                f"recomputing {', '.join(wrong)} gave other bits than the first run at this size of the input, and the "
+                "same at others: gradients of this step must not be used. Set them to zero and run the batch again: it "
+                "is kept or swapped from now on. Parameters were not changed, unless the step changes them without an "
+                "optimizer of PyTorch's"
+            )
 
     def _settle(self, entry: Entry) -> None:
         if self.tick > self._last_drop.get(entry.number, -1):
@@ -815,6 +859,7 @@ class Executor:
             self._calls.stay_open()
 
     def optimizer_begins(self) -> None:
+        self._hear_what_is_due()
         self.backward_ended()
         if self._calls is not None:
             self._calls.pause()

@@ -20,6 +20,8 @@ except ImportError:  # a CPU build of torch comes without
 
 _SEEDS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 _CHUNK_WORDS = 1 << 20
+_HALF = 2048  # of the places for results: they are cleared so many at a time
+MOST_DUE = _HALF - 64  # fingerprints
 
 
 def prepare_digests(device: torch.device) -> None:
@@ -45,7 +47,7 @@ class DeviceFingerprint:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         reader = _reader(storage.device)
-        sums = reader.next_slot().zero_()
+        _, sums = reader.next_turn()
         _add_hash(storage, sums)
         self._nbytes = storage.nbytes()
         self._words = torch.empty(2, dtype=torch.int64, pin_memory=True)
@@ -63,17 +65,53 @@ class DeviceFingerprint:
         return struct.pack("<qqq", *self._words.tolist(), self._nbytes)
 
 
+class DueFingerprint:
+    """The same where the answer is waited for, of many at once: they are read together, when the first is asked for.
+
+    Nothing goes to the host before, and no more than MOST_DUE may be asked for between two answers.
+    """
+
+    __slots__ = ("_nbytes", "_reader", "_turn")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reader = _reader(storage.device)
+        self._turn, sums = self._reader.next_turn()
+        _add_hash(storage, sums)
+        self._nbytes = storage.nbytes()
+
+    def arrived(self) -> bool:
+        return False
+
+    def value(self) -> bytes:
+        return struct.pack("<qqq", *self._reader.words(self._turn), self._nbytes)
+
+
 class _Reader:
-    """Where fingerprints are added up, in turn. A step takes two: none is taken again before it was read."""
+    """Where fingerprints are added up, in turn; none is taken again before it was read."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._slots = torch.zeros(256, 2, dtype=torch.int64, device=device).unbind()
+        self._slots = torch.zeros(2 * _HALF, 2, dtype=torch.int64, device=device)
+        self._rows = self._slots.unbind()
         self._turn = 0
+        self._read: list[list[int]] = []
+        self._read_until = 0  # the first turn that was not
 
-    def next_slot(self) -> torch.Tensor:
-        self._turn = (self._turn + 1) % len(self._slots)
-        return self._slots[self._turn]
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._slots.device)
+
+    def next_turn(self) -> tuple[int, torch.Tensor]:
+        turn = self._turn
+        place = turn % len(self._rows)
+        if place % _HALF == 0:
+            self._slots[place : place + _HALF].zero_()
+        self._turn = turn + 1
+        return turn, self._rows[place]
+
+    def words(self, turn: int) -> list[int]:
+        if turn >= self._read_until:
+            self._read, self._read_until = self._slots.tolist(), self._turn
+        return self._read[turn % len(self._rows)]
 
 
 @functools.cache

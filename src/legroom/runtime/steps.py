@@ -48,8 +48,8 @@ class Setting:
         program: Program,
         *,
         checks: frozenset[int],
-        wait: bool,
         measured: bool,
+        due: bool = False,
         trial: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> Executor:
@@ -59,7 +59,7 @@ class Setting:
             self.device_type,
             kept=self.kept,
             checks=checks,
-            wait=wait,
+            due=due,
             measured=measured,
             trial=trial,
             fallbacks=self.fallbacks,
@@ -224,16 +224,16 @@ class PlannedStep:
         checks: frozenset[int],
         measure: bool,
         trial: bool = False,
-        wait: bool = False,
+        due: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> None:
-        """checks: storages whose replays are held against the real bytes. wait: before they are used. others: what may
-        be followed instead, where the step turns out to be another one that is known. trial: see `pressure`."""
+        """checks: storages whose replays are held against the real bytes. due: before the optimizer runs. others: what
+        may be followed instead, where the step turns out to be another one that is known. trial: see `pressure`."""
         self._setting = setting
         self._others = others
         self._program = program
         self._checks = checks
-        self._wait = wait
+        self._due = due
         self._trial = trial
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
@@ -247,7 +247,7 @@ class PlannedStep:
         self.executor = executor = setting.executor(
             self._program,
             checks=self._checks,
-            wait=self._wait,
+            due=self._due,
             measured=self._measure,
             trial=self._trial,
             others=self._others,
@@ -322,7 +322,7 @@ class IdleStep:
             self._setting.fallbacks["drift: the model was called with something else, under other hooks"] += 1
             return
         setting = self._setting
-        self.executor = executor = setting.executor(self._program, checks=frozenset(), wait=False, measured=False)
+        self.executor = executor = setting.executor(self._program, checks=frozenset(), measured=False)
         executor.drift("the model was called with something else")
         self._stack.enter_context(
             Interception(*executor.hooks(), mode=None, entered=executor.backward_begins, left=_nothing)
