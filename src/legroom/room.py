@@ -26,7 +26,7 @@ from legroom.admission import (
     over_budget,
 )
 from legroom.arranging import Found, find_arranged, space_on
-from legroom.assembling import assemble, correct
+from legroom.assembling import OpSeconds, assemble, correct, less, op_seconds
 from legroom.brim import Brim
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.evaluate import floor_bytes
@@ -189,6 +189,7 @@ class Room:
         self._retries = 0
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
+        self._op_seconds: OpSeconds = {}  # in the last sheltered step, or the one before if that took less
         self._call: Call | None = None  # of the last step, the first one
         # The last recorded step, if it began with that call: what was alive before it, and its peak.
         self._recorded: tuple[Call, Trace, int, int] | None = None
@@ -334,10 +335,13 @@ class Room:
         if run.curve is None or run.recorder is None or run.census is None:
             return
         early = self._sheltered_since_drift < SHELTERED_STEPS or self._steps < self._sheltered_until
-        if early and self._following is None:
-            return
+        earlier = self._op_seconds
+        if self._following is None:
+            self._op_seconds = less(op_seconds(run.recorder, run.curve), earlier)
+            if early:
+                return
         try:
-            trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type)
+            trace = assemble(run.recorder, run.census, run.curve, self._setting.device_type, earlier)
             trace = with_short_replays(trace, [op.short for op in run.recorder.ops])
         except TraceError as error:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1

@@ -165,7 +165,7 @@ class ShelteredStep:
             self._stack.enter_context(module_paths(setting.model, self.recorder))
         if measured:
             self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
-            self._log = setting.ledger.device.log(ops=self._proving and self.recording)
+            self._log = setting.ledger.device.log(ops=self.recording)
             self._log.start()
         shelter = self.shelter
         self._stack.enter_context(
