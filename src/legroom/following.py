@@ -296,8 +296,7 @@ class Following:
         roomy = rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
-        if rung.program.learns and course.lesson is not None:
-            rung.program.learn(course.lesson, {}, may_leave_hooks_out=False)
+        self._teach(rung.program, course.lesson, may_switch=len(way.courses) > 1)
         new = self._unproven(course, features, rung.program)
         checks = new or rung.program.one_replayed(course.planned)
         measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
@@ -310,6 +309,13 @@ class Following:
             return [other.program for _, other in instead.values()]
 
         return PlannedStep(self._setting, rung.program, checks=checks, due=bool(new), measure=measure, others=others)
+
+    def _teach(self, program: Program, lesson: Lesson | None, *, may_switch: bool) -> None:
+        """What was learned of the calls at another size. may_switch: the step may turn out to be another one that is
+        known, which shows by what is saved: then every hook is needed."""
+        few = self._device.leaves_hooks_out and not may_switch
+        if lesson is not None and (program.learns or (program.few_ticks is not None and not few)):
+            program.learn(lesson, {}, may_leave_hooks_out=few)
 
     def _unproven(self, course: Course, features: Features, program: Program) -> frozenset[int]:
         """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one.

@@ -298,7 +298,10 @@ class Routed(nn.Module):
         return x.sum()
 
 
-def test_graphs_that_change_now_and_then() -> None:
+@pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
+def test_graphs_that_change_now_and_then(few_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)  # True as on a GPU
+
     def run(around: Callable[[], Any], net: Routed, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         losses = []
         draw = random.Random(0)
@@ -755,3 +758,42 @@ def test_what_was_learned_of_calls_serves_other_sizes(monkeypatch: pytest.Monkey
                 optimizer.step()
                 optimizer.zero_grad()
     assert sum(learning) <= 2 and not any(learning[-4:]), learning  # once for the plan of the first size alone
+
+
+def test_hooks_are_left_out_while_there_is_one_op_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Where a step may turn out to be another one, what is saved has to be seen."""
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
+    hooked: list[tuple[int, int]] = []
+    begin = PlannedStep.begin
+
+    def noted(step: PlannedStep, depths: Any = None) -> None:
+        begin(step, depths)
+        if not step._measure and not step._program.idle:
+            hooked.append((len(step.executor._expected), len(step._program.all_ticks.expected)))
+
+    monkeypatch.setattr(PlannedStep, "begin", noted)
+    torch.manual_seed(0)
+    net = Routed()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: net(torch.randn(1000, 64)).backward(), net, optimizer)
+    draw = random.Random(0)
+
+    def steps(count: int) -> list[tuple[int, int]]:
+        hooked.clear()
+        for _ in range(count):
+            with room.step():
+                net(torch.randn(draw.randint(600, 1000), 64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(hooked)
+
+    with legroom.fit(net, optimizer, budget=budget + (budget // 4)) as room:
+        steps(12)
+        few = steps(4)
+        assert few and all(some < all_ for some, all_ in few), few
+        net.skip = True
+        steps(12)
+        net.skip = False
+        every = steps(8)[-3:]
+        assert every and all(some == all_ for some, all_ in every), every

@@ -322,6 +322,11 @@ class Gate(CallMode):
             if self._mode is not None:
                 OPS.put_in(self._mode, 0)
 
+    def fell_short(self) -> bool:
+        """Whether calls were left out that need something."""
+        left = range(self._number, len(self._calls.calls))
+        return not self.open and any(place not in self._calls.passed for place in left)
+
     def close(self) -> None:
         if self.hooks is not None and not self._hooks_on:
             _push_hooks(*self.hooks)  # whoever put them on takes them off

@@ -211,12 +211,14 @@ class Program:
         place."""
         self.learns = False
         self.lesson = lesson
+        self.few_ticks = None
         ticks = self.trace.ticks
         packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
         if not lesson.all_inside(self.watched | self.writing, ()):
             return
         hooked = set(range(len(ticks)))
-        may_leave_hooks_out &= self.reserve_bytes is None and lesson.all_inside(frozenset(), packs)
+        # Where sizes are not sure, all that is saved is looked at.
+        may_leave_hooks_out &= not self.reserve_bytes and lesson.all_inside(frozenset(), packs)
         if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in _also(i)}
@@ -521,8 +523,12 @@ class Executor:
     def finish(self) -> None:
         """The step is over: it was shorter than planned if ticks are left."""
         self._hear_what_is_due()
+        # Where hooks are left out, a step that saves less may look the same.
+        few = self.reactive is None and isinstance(self._calls, Gate) and self._calls.hooks is not None
         if self.reactive is None and self.tick != self._last:
             self.drift("the step ended early")
+        elif few and self._calls.fell_short():  # type: ignore[union-attr]
+            self.drift("the step made fewer calls")
         self._learn_calls()
         self.lineage.nodes.clear()
 
