@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -89,6 +90,7 @@ class Course:
     version: int = 0  # plans of another one were made from what is no longer believed
     proven: dict[Features, set[object]] = field(default_factory=dict)  # by size, what was seen to give the same bits
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
+    recipes: WeakKeyDictionary[Program, Mapping[int, object]] = field(default_factory=WeakKeyDictionary)
     _kinds: tuple[Trace, list[int]] | None = None
 
     @property
@@ -106,6 +108,7 @@ class Course:
             ]
             self._kinds = template, kinds
             self.proven.clear()
+            self.recipes.clear()
         return self._kinds[1]
 
     def forget_plans(self) -> None:
@@ -325,22 +328,29 @@ class Following:
         """
         if features in course.recorded:
             return frozenset()
+        recipes = self._recipes(course, program)
         proven = set(course.proven.get(features, ()))
         storages = program.replayed_storages
         first = course.planned % len(storages) if storages else 0
         new = []
         for storage in (*storages[first:], *storages[:first]):
-            recipe = self._recipe(course, program, storage)
+            recipe = recipes[storage]
             if recipe not in proven:
                 proven.add(recipe)
                 new.append(storage)
         return frozenset(new)
 
-    def _recipe(self, course: Course, program: Program, storage: int) -> object:
-        recipe = program.recipes[storage]
-        kinds = course.kinds
-        told = tuple((tuple([kinds[op] for op in ops]), output) for ops, output in recipe)
-        return told if self._device.answers_later else (storage, told)
+    def _recipes(self, course: Course, program: Program) -> Mapping[int, object]:
+        """Of each storage that a program makes again: equal where one replay speaks for the other."""
+        known = course.recipes.get(program)
+        if known is None:
+            kinds = course.kinds
+            known = {}
+            for storage, times in program.recipes.items():
+                told = tuple((tuple([kinds[op] for op in ops]), output) for ops, output in times)
+                known[storage] = told if self._device.answers_later else (storage, told)
+            course.recipes[program] = known
+        return known
 
     def _others(self, call: Call, way: Way, course: Course) -> dict[int, tuple[Course, Rung]]:
         """Plans of other op sequences for the step that runs: asked for when it is not the one that was expected."""
@@ -528,9 +538,9 @@ class Following:
         if inner.executor.replayed:
             if len(course.proven) >= REMEMBERED_SIZES:
                 course.proven.clear()
-            program = inner.executor.program
-            recipes = [self._recipe(course, program, storage) for storage in inner.executor.replayed]
-            course.proven.setdefault(call.features, set()).update(recipes)
+            recipes = self._recipes(course, inner.executor.program)
+            seen_here = course.proven.setdefault(call.features, set())
+            seen_here.update(recipes[storage] for storage in inner.executor.replayed)
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))
