@@ -86,7 +86,8 @@ class Course:
     refuses: bool = True  # whether its floor is one
     recorded: set[Features] = field(default_factory=set)  # sizes at which every op was proven
     ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
-    peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)  # by the plan's size and the input's
+    # By the plan's size and the input's; by the input's and () where everything is kept.
+    peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
     version: int = 0  # plans of another one were made from what is no longer believed
     proven: dict[Features, set[object]] = field(default_factory=dict)  # by size, what was seen to give the same bits
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
@@ -126,6 +127,11 @@ class Course:
 
     def put(self, edge: Features, rung: Rung) -> None:
         self.asked.difference_update(self.ladder.add(edge, rung))  # may be asked for again
+
+    def remember_peak(self, key: tuple[Features, Features], nbytes: int) -> None:
+        if len(self.peaks) >= REMEMBERED_STEPS:
+            self.peaks.clear()
+        self.peaks[key] = nbytes
 
     def met(self, features: Features) -> None:
         self.low = tuple(map(min, self.low, features))
@@ -283,15 +289,22 @@ class Following:
     def _planned(self, call: Call, way: Way, course: Course, more_bytes: int) -> Decided:
         features = call.features
         found = course.ladder.find(features)
+        if (found is None or not found[1].program.idle) and self._needs_no_plan(call, course, more_bytes):
+            self._hits += 1
+            self.rung = None
+            return LeftAlone()
         if found is not None and self._peak(course, features, *found) + more_bytes <= self._budget_bytes:
             edge, rung = found
             self._hits += 1
         else:
-            made = self._made_at_once(course, features, more_bytes)
+            made = self._for_all_met(course, features, more_bytes) if found is None else None
             if made is None:
-                return self._unknown(call, way)
-            edge, rung = features, made
-            course.put(features, rung)
+                exact = self._made_at_once(course, features, more_bytes)
+                if exact is None:
+                    return self._unknown(call, way)
+                made = features, exact
+            edge, rung = made
+            course.put(edge, rung)
         self._ways.served(call.kind)
         way.courses.served(course.structure)
         self._ask_for_better(course, features, edge, rung)
@@ -372,6 +385,34 @@ class Following:
                 known[id(made.program)] = other, made
         return known
 
+    def _needs_no_plan(self, call: Call, course: Course, more_bytes: int) -> bool:
+        """Whether the step stays well below the budget as it is, and a cap watches over it."""
+        if not self._may_idle or not call.tells_all or self._priced:
+            return False
+        peak = course.peaks.get((call.features, ()))
+        if peak is None:
+            numbers = course.model.predict(call.features)
+            peak = max(numbers.head_peak_bytes, int(numbers.peak_bytes.max(initial=0)))
+            course.remember_peak((call.features, ()), peak)
+        return peak + course.model.reserve_bytes() + more_bytes <= self._budget_bytes * ROOMY
+
+    def _for_all_met(self, course: Course, features: Features, more_bytes: int) -> tuple[Features, Rung] | None:
+        """A plan for the largest input so far: it serves all others until better ones are made in the background.
+
+        To lay out a plan takes 20 milliseconds and more, and where several dimensions vary, many an input is larger
+        than those before in one of them.
+        """
+        largest = course.edge_for(tuple(map(max, course.high, features)))
+        if largest == features or not course.model.knows(largest):
+            return None
+        try:
+            rung = self._made_at_once(course, largest, more_bytes)
+        except BudgetError:
+            return None
+        if rung is None or self._peak(course, features, largest, rung) + more_bytes > self._budget_bytes:
+            return None
+        return largest, rung
+
     def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
         numbers = course.model.predict(features)
         reserve = course.model.reserve_bytes()
@@ -394,9 +435,8 @@ class Following:
             return rung.peak_bytes
         peak = course.peaks.get((edge, features))
         if peak is None:
-            if len(course.peaks) >= REMEMBERED_STEPS:
-                course.peaks.clear()
-            peak = course.peaks[edge, features] = self._now(course, features, rung)
+            peak = self._now(course, features, rung)
+            course.remember_peak((edge, features), peak)
         return peak
 
     def _now(self, course: Course, features: Features, rung: Rung) -> int:

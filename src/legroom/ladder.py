@@ -100,7 +100,11 @@ class Shelf(Generic[K, T]):
 
 
 def covers(edge: Features, features: Features) -> bool:
-    return len(edge) == len(features) and all(e >= f for e, f in zip(edge, features, strict=True))
+    # Written out: it is asked of every plan on a ladder while a step waits.
+    for e, f in zip(edge, features, strict=False):
+        if e < f:
+            return False
+    return len(edge) == len(features)
 
 
 def rounded_up(size: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from legroom.fitting import EXACT_BYTES, MOST_RESIDUAL, Model, learn
-from legroom.ir import Op, Storage, Trace
+from legroom.ir import Op, Storage, Tick, Trace
 from legroom.tables import Floats, Ints
 
 Parts = dict[tuple[int, int], Model]
@@ -67,15 +67,31 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
     levels = numbers.level_bytes.tolist()
     peaks = np.maximum(numbers.peak_bytes, numbers.level_bytes).tolist()
     workspaces, seconds = numbers.workspace_bytes.tolist(), numbers.seconds.tolist()
+    # Written out: a step may wait for it, and replace() takes three times as long.
     return replace(
         trace,
-        storages=tuple(replace(s, nbytes=n) for s, n in zip(trace.storages, numbers.nbytes.tolist(), strict=True)),
+        storages=tuple(
+            Storage(s.id, nbytes, s.kind, s.persistent, s.held, s.gaps, s.gap_version, s.name)
+            for s, nbytes in zip(trace.storages, numbers.nbytes.tolist(), strict=True)
+        ),
         ticks=tuple(
-            replace(tick, level_bytes=level, peak_bytes=peak)
+            Tick(tick.kind, tick.storage, tick.op, level, peak)
             for tick, level, peak in zip(trace.ticks, levels, peaks, strict=True)
         ),
         ops=tuple(
-            replace(op, workspace_bytes=workspace, seconds=time, replay_seconds=None, short=False)
+            Op(
+                op.id,
+                op.name,
+                op.phase,
+                time,
+                op.issue_seconds,
+                op.reads,
+                op.writes,
+                workspace,
+                op.why_not,
+                op.module,
+                op.line,
+            )
             for op, workspace, time in zip(trace.ops, workspaces, seconds, strict=True)
         ),
         head_peak_bytes=numbers.head_peak_bytes,
