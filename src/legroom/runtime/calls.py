@@ -13,6 +13,7 @@ import functools
 import gc
 import sys
 import time
+import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -78,12 +79,25 @@ class Way(NamedTuple):
     known: KnownCall | None
     ops: range
     writes: bool
+    written: slice | None  # of its arguments; None: any of them, by name as well
 
 
 # What a call needs: nothing; to be looked into if it writes to something that matters, or moves running statistics that
 # do; to be looked into.
 _NOTHING, _IF_IT_WRITES, _IF_IT_TRAINS, _LOOKING = range(4)
-_NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False)
+_NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False, None)
+
+
+def _written_by(func: Any) -> slice | None:
+    """Which of its arguments a function may write, where they are given by place and no `out` is; None: any."""
+    name = getattr(func, "__name__", "")
+    if func is torch.nn.functional.batch_norm:
+        return slice(1, 3)  # the running statistics
+    # Methods in place, and functions with an argument `inplace`.
+    in_place = isinstance(func, types.MethodDescriptorType) and name.endswith("_") and not name.endswith("__")
+    if in_place or func is torch.nn.functional.relu:
+        return slice(0, 1)
+    return None
 
 
 class Calls:
@@ -111,7 +125,7 @@ class Calls:
             need = _LOOKING if watched else _IF_IT_WRITES if writes else _NOTHING
             if need == _NOTHING and getattr(call.func, "__name__", "") in _WITH_STATISTICS:
                 need = _IF_IT_TRAINS
-            self.ways.append(Way(call.func, hooks, need, known.get(place), call.ops, writes))
+            self.ways.append(Way(call.func, hooks, need, known.get(place), call.ops, writes, _written_by(call.func)))
         # Those that need nothing at all.
         self.passed = {i for i, way in enumerate(self.ways) if way.need == _NOTHING and way.hooked is None}
 
@@ -223,7 +237,7 @@ class Gate(CallMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._number
         way = self._ways[number]
-        known, hooked, need, _, _, _ = way
+        known, hooked, need, _, _, _, _ = way
         if known is not func and known != func:  # getters of properties are equal and never the same
             return self._look(number, func, args, kwargs or {})
         self._number, self._extra = number + 1, 0
@@ -263,15 +277,16 @@ class Gate(CallMode):
         need = way.need
         # The same function may have written to something else before, or not at all.
         writes = way.writes or (kwargs and any(_is_given(kwargs.get(name)) for name in _WRITES_IF))
+        written = way.written
+        if written is not None and len(args) >= written.stop and not (kwargs and "out" in kwargs):
+            touched = args[written]
+        else:
+            given = args if writes else args[1:]  # what is normalised is not written
+            touched = (*given, *kwargs.values()) if kwargs else given
         if writes and self._may_write is not None:
-            self._may_write((*args, *kwargs.values()) if kwargs else args)
-        if need != _LOOKING and not self.open:
-            if writes:
-                looks = self._matters(args) or (kwargs and self._matters(kwargs.values()))
-            else:
-                looks = need == _IF_IT_TRAINS and (self._matters(args[1:]) or self._matters(kwargs.values()))
-            if not looks:
-                return func(*args, **kwargs)
+            self._may_write(touched)
+        if need != _LOOKING and not self.open and not ((writes or need == _IF_IT_TRAINS) and self._matters(touched)):
+            return func(*args, **kwargs)
         if way.known is not None and not self.open:
             result = self._record(way.known, func, args, kwargs)
             if result is not NotImplemented:

@@ -803,8 +803,8 @@ class Executor:
         for value in arguments:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 # What has been computed is no weight, and most of what is written in place has been.
-                is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None and tensor.is_floating_point()
-                if is_leaf and (tensor.requires_grad or self._is_kept(tensor)):
+                is_weight = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_leaf
+                if is_weight and (tensor.requires_grad or self._is_kept(tensor)):
                     self._weights_written = True
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
