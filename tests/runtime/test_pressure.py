@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import legroom
 from legroom import room as rooms
+from legroom.hardware import PRESETS
 from legroom.ir import Op, Storage, Tick, Trace, validate
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.residency import Handle, Ledger
@@ -201,3 +203,26 @@ def test_steps_of_a_plan_that_has_settled_are_not_tried(monkeypatch: pytest.Monk
         monkeypatch.setattr(Pressure, "relieve", lambda *_: pytest.fail("tried"))
         with room.step():
             model(torch.randn(4096, 128)).backward()
+
+
+def test_in_backward_no_mode_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Tight()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    slow = replace(PRESETS["cpu"], out_bytes_per_second=1e6, in_bytes_per_second=1e6)  # so that it recomputes
+    monkeypatch.setattr(rooms, "probe", lambda *_: slow)
+    model, optimizer = built()
+    seen: list[tuple[int, bool]] = []
+    relieve = Pressure.relieve
+
+    def noted(self: Pressure, ledger: Ledger, tick: int, asked_for: Any, *, watched: bool = False) -> int:
+        seen.append((tick, watched))
+        return relieve(self, ledger, tick, asked_for, watched=watched)
+
+    monkeypatch.setattr(Pressure, "relieve", noted)
+    with legroom.fit(model, optimizer, budget="30MiB") as room:
+        trained(room, model, optimizer, device)
+        trace = room.trace
+    assert trace is not None
+    assert any(watched for _, watched in seen)
+    assert {trace.ticks[tick].kind for tick, watched in seen if watched} == {"pack"}
+    assert {trace.ticks[tick].kind for tick, _ in seen} == {"pack", "unpack"}

@@ -318,6 +318,7 @@ class Executor:
         self._calls: Gate | Learner | None = None
         self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
+        self._in_backward = False
         self._stop = _MOST_OPS
         self._weights_written = False  # whether the program may have written to one in this step
         self._kept_keys: frozenset[int] | None = None
@@ -579,7 +580,8 @@ class Executor:
                 self.census.note_deaths()
         if self._pressure is not None:
             with no_dispatch():
-                gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=self._learning)
+                watched = self._learning and not self._in_backward  # there no mode looks on
+                gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=watched)
             if gone:
                 self.fallbacks["swapped out in the first steps of a plan, to make room"] += gone
         return tick
@@ -855,12 +857,14 @@ class Executor:
         return result
 
     def backward_begins(self) -> None:
+        self._in_backward = True
         self.lineage.forget_forward()
         if self.at_backward is not None:
             self.at_backward()
 
     def backward_ended(self) -> None:
         """What another backward may replay must not be written unseen from now on."""
+        self._in_backward = False
         if isinstance(self._calls, Gate) and self.lineage.is_read():
             self._calls.stay_open()
 
