@@ -125,10 +125,11 @@ def _signature(recorder: Recorder, run: RunOp) -> tuple[str, str]:
 
 
 def op_seconds(recorder: Recorder, curve: Curve) -> dict[tuple[str, str], float]:
-    """The median of all runs of the same op on the same shapes: one run alone is noise."""
+    """The median of all runs of the same op on the same shapes: one run alone is noise. None where the log does not
+    have the ops of the step."""
     runs: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for run in curve.ops:
-        if run.seen < len(recorder.ops):
+    if sum(op.seen >= 0 for op in curve.ops) == len(recorder.ops):
+        for run in curve.ops:
             runs[_signature(recorder, run)].append(run.seconds)
     return {key: statistics.median(values) for key, values in runs.items()}
 
@@ -136,7 +137,7 @@ def op_seconds(recorder: Recorder, curve: Curve) -> dict[tuple[str, str], float]
 def less(now: OpSeconds, earlier: OpSeconds) -> dict[tuple[str, str], float]:
     """What ops take at most, as far as steps have shown. Some kernels of a recorded step take far longer than they do
     later on: a step of SqueezeNet on an H200 was taken for 88 ms in place of 52."""
-    return {key: min(seconds, earlier.get(key, seconds)) for key, seconds in now.items()}
+    return {key: min(seconds, earlier.get(key) or seconds) for key, seconds in now.items()}
 
 
 def correct(trace: Trace, predicted: Sequence[int], curve: Curve) -> Trace:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
@@ -89,28 +89,10 @@ class Course:
     # By the plan's size and the input's; by the input's and () where everything is kept.
     peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
     version: int = 0  # plans of another one were made from what is no longer believed
-    proven: dict[Features, set[object]] = field(default_factory=dict)  # by size, what was seen to give the same bits
+    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, what was seen to give the same bits
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
-    recipes: WeakKeyDictionary[Program, Mapping[int, object]] = field(default_factory=WeakKeyDictionary)
-    _kinds: tuple[Trace, list[int]] | None = None
-
-    @property
-    def kinds(self) -> list[int]:
-        """Of each op, a number that ops share which do the same to tensors of the same sizes."""
-        template = self.model.template
-        if self._kinds is None or self._kinds[0] is not template:
-            numbers: dict[object, int] = {}
-            sizes = [storage.nbytes for storage in template.storages]
-            kinds = [
-                numbers.setdefault(
-                    (op.name, tuple(sizes[s] for s, _ in op.reads), tuple(sizes[s] for s, _ in op.writes)), len(numbers)
-                )
-                for op in template.ops
-            ]
-            self._kinds = template, kinds
-            self.proven.clear()
-            self.recipes.clear()
-        return self._kinds[1]
+    recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
+    numbers: dict[object, int] = field(default_factory=dict)  # of recipes
 
     def forget_plans(self) -> None:
         self.version += 1
@@ -291,6 +273,8 @@ class Following:
         found = course.ladder.find(features)
         if (found is None or not found[1].program.idle) and self._needs_no_plan(call, course, more_bytes):
             self._hits += 1
+            self._ways.served(call.kind)
+            way.courses.served(course.structure)
             self.rung = None
             return LeftAlone()
         if found is not None and self._peak(course, features, *found) + more_bytes <= self._budget_bytes:
@@ -312,7 +296,7 @@ class Following:
         roomy = rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
-        self._teach(rung.program, course.lesson, may_switch=len(way.courses) > 1)
+        self._teach(rung.program, course.lesson, may_switch=len(way.courses) > 1 or not call.tells_all)
         new = self._unproven(course, features, rung.program)
         checks = new or rung.program.one_replayed(course.planned)
         measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
@@ -324,44 +308,39 @@ class Following:
             instead.update(self._others(call, way, course))
             return [other.program for _, other in instead.values()]
 
-        return PlannedStep(self._setting, rung.program, checks=checks, due=bool(new), measure=measure, others=others)
+        late = self._setting.habits.goes_on_after_optimizer  # then the outcome would come too late
+        return PlannedStep(
+            self._setting,
+            rung.program,
+            checks=checks,
+            wait=bool(new) and late,
+            due=bool(new) and not late and self._device.answers_later,
+            measure=measure,
+            others=others,
+        )
 
     def _teach(self, program: Program, lesson: Lesson | None, *, may_switch: bool) -> None:
         """What was learned of the calls at another size. may_switch: the step may turn out to be another one that is
         known, which shows by what is saved: then every hook is needed."""
         few = self._device.leaves_hooks_out and not may_switch
-        if lesson is not None and (program.learns or (program.few_ticks is not None and not few)):
+        if program.few_ticks is not None and not few and program.lesson is not None:
+            program.learn(program.lesson, {}, may_leave_hooks_out=False)
+        elif lesson is not None and program.learns and not program.learns_itself:
             program.learn(lesson, {}, may_leave_hooks_out=few)
 
     def _unproven(self, course: Course, features: Features, program: Program) -> frozenset[int]:
-        """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one.
-
-        Where all that is wrong is found out before the optimizer runs, one of the replays that run the same ops on
-        the same sizes speaks for all of them.
-        """
+        """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one."""
         if features in course.recorded:
             return frozenset()
-        recipes = self._recipes(course, program)
-        proven = set(course.proven.get(features, ()))
-        storages = program.replayed_storages
-        first = course.planned % len(storages) if storages else 0
-        new = []
-        for storage in (*storages[first:], *storages[:first]):
-            recipe = recipes[storage]
-            if recipe not in proven:
-                proven.add(recipe)
-                new.append(storage)
-        return frozenset(new)
+        proven: Set[int] = course.proven.get(features, frozenset())
+        return frozenset(s for s, recipe in self._recipes(course, program).items() if recipe not in proven)
 
-    def _recipes(self, course: Course, program: Program) -> Mapping[int, object]:
-        """Of each storage that a program makes again: equal where one replay speaks for the other."""
+    def _recipes(self, course: Course, program: Program) -> Mapping[int, int]:
+        """Of each storage that a program makes again, a number for the way in which it does."""
         known = course.recipes.get(program)
         if known is None:
-            kinds = course.kinds
-            known = {}
-            for storage, times in program.recipes.items():
-                told = tuple((tuple([kinds[op] for op in ops]), output) for ops, output in times)
-                known[storage] = told if self._device.answers_later else (storage, told)
+            numbers = course.numbers
+            known = {s: numbers.setdefault((s, times), len(numbers)) for s, times in program.recipes.items()}
             course.recipes[program] = known
         return known
 
@@ -553,6 +532,7 @@ class Following:
         if course is None or not isinstance(inner, PlannedStep):
             return
         if inner.drifted:
+            inner.executor.program.learn_anew()
             if measured > self._budget_bytes:
                 self._setting.fallbacks["a step that left its plan took more than the budget"] += 1
             # Another op sequence, or sizes that were not foreseen. Once may be an odd step among others; twice in a row
@@ -575,12 +555,17 @@ class Following:
         course.met(call.features)
         course.ran.append(call.features)
         course.lesson = course.lesson or inner.executor.program.lesson
+        program = inner.executor.program
+        if inner.executor.met_other_calls():
+            program.learn_anew()
         if inner.executor.replayed:
             if len(course.proven) >= REMEMBERED_SIZES:
                 course.proven.clear()
-            recipes = self._recipes(course, inner.executor.program)
-            seen_here = course.proven.setdefault(call.features, set())
-            seen_here.update(recipes[storage] for storage in inner.executor.replayed)
+            recipes = self._recipes(course, program)
+            proven = course.proven.setdefault(call.features, set())
+            for storage, times in inner.executor.replayed.items():
+                if times >= len(program.recipes[storage]):
+                    proven.add(recipes[storage])
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))

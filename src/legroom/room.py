@@ -49,7 +49,7 @@ from legroom.runtime.executor import Program
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, can_be_watched, remarks
 from legroom.runtime.pace import Pace
 from legroom.runtime.residency import Ledger
-from legroom.runtime.steps import IdleStep, PlannedStep, Setting, ShelteredStep
+from legroom.runtime.steps import Habits, IdleStep, PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.simulate import simulate
 from legroom.timeline import Breakdown, Memory, Timeline
@@ -161,7 +161,7 @@ class Room:
         self._given = given
         self._spill_dir = os.fspath(spill_dir) if spill_dir is not None else None
         self._device = device
-        self._setting = Setting(Ledger(device), device.name, model, optimizer, Counter(), set())
+        self._setting = Setting(Ledger(device), device.name, model, optimizer, Counter(), set(), Habits())
         self._device.set_cap(budget_bytes)
         self._program: Program | None = None
         self._floor = 0
@@ -300,12 +300,15 @@ class Room:
                     stacklevel=4,
                 )
 
-    def _hear_of_refusal(self, run: AnyStep) -> None:
-        """A step that follows the input may have been refused by what it proved."""
+    def _hear_of_refusal(self, run: AnyStep, error: BaseException | None) -> None:
+        """A step that follows the input may have been refused by what it proved, or would have been."""
         inner = run.inner if isinstance(run, CalledStep) else None
         if isinstance(inner, PlannedStep) and inner.executor.refused_bits and self._following is not None:
             self._setting.distrusted.update(inner.executor.mismatch)
             self._following.forget()
+            if inner.executor.refusal and error is not None:
+                error.add_note(f"legroom: {inner.executor.refusal}")
+                warnings.warn(inner.executor.refusal, RuntimeWarning, stacklevel=4)
 
     def _ended(self, run: AnyStep, seconds: float) -> None:
         self._steps += 1
@@ -792,7 +795,7 @@ class Step:
             try:
                 self._leave(run, failed=error is not None)
             finally:
-                self._room._hear_of_refusal(run)
+                self._room._hear_of_refusal(run, error)
         if error is None:
             self._room._ended(run, seconds)
             return

@@ -231,6 +231,7 @@ class Gate(CallMode):
         self._may_write = may_write
         self._number = 0
         self._extra = 0
+        self.strays = 0  # calls that were not known
         self.open = False  # for good
         self.watching = False
 
@@ -251,6 +252,7 @@ class Gate(CallMode):
         found = self._find(number, func)
         if found is None:  # it is one more
             self._extra += 1
+            self.strays += 1
             if self._may_write is not None:
                 self._may_write((*args, *kwargs.values()))
             self._switch_hooks(on=True)
@@ -338,9 +340,8 @@ class Gate(CallMode):
                 OPS.put_in(self._mode, 0)
 
     def fell_short(self) -> bool:
-        """Whether calls were left out that need something."""
-        left = range(self._number, len(self._calls.calls))
-        return not self.open and any(place not in self._calls.passed for place in left)
+        """Whether calls were left out that save something. Others, such as those behind backward, may come or not."""
+        return not self.open and any(way.hooked is not None for way in self._calls.ways[self._number :])
 
     def close(self) -> None:
         if self.hooks is not None and not self._hooks_on:

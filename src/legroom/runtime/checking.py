@@ -1,9 +1,9 @@
 """Replays, held against the real bytes: one a step, and more where they were never proven at these sizes.
 
-On the CPU the real bytes are kept on the host until the replay, so one that gives others is found out in time and not
-used. A device with streams is not waited for: digests are compared there. Where a check is due, its outcome is read
-before the optimizer runs; otherwise when it has arrived, some steps later. What was found wrong then has been used; it
-is counted, and a warning says so.
+Where it is waited for, and on the CPU always, the real bytes are kept on the host until the replay, so one that gives
+others is found out in time and not used. Otherwise a device with streams is not waited for: digests are compared there.
+Where a check is due, its outcome is read before the optimizer runs; else when it has arrived, some steps later. What
+was found wrong then has been used; it is counted, and a warning says so.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Check:
 
     __slots__ = ("_after", "_before", "_device", "_due", "_wait", "host", "ops")
 
-    def __init__(self, device: Device, flat: torch.Tensor, *, due: bool) -> None:
+    def __init__(self, device: Device, flat: torch.Tensor, *, wait: bool = False, due: bool = False) -> None:
         self._device = device
         self._due = due
-        self._wait = not device.answers_later
+        self._wait = wait or not device.answers_later
         self._before = device.fingerprint(flat.untyped_storage(), due=due)
         self._after: Fingerprint | None = None
         self.ops: list[str] = []  # what the replay ran

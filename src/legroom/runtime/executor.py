@@ -6,6 +6,7 @@ step is not the one that was planned for (another size, another order), the rest
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections import Counter
@@ -67,6 +68,19 @@ class Ticks(NamedTuple):
     light: list[int]  # packs at which nothing is to be done, of what needs no entry: 1; 2: replays have a use for it
 
 
+# Ops whose results are as large as what is in their arguments has it, or that tell the program what that is.
+_BY_CONTENT = frozenset(
+    """
+    _local_scalar_dense _unique _unique2 argwhere bincount equal histc index is_nonzero item masked_select nonzero
+    nonzero_numpy nonzero_static repeat_interleave unique_consecutive unique_dim
+    """.split()  # noqa: SIM905
+)
+
+
+def _opname(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
 def _may_have_to_go(storage: Storage) -> bool:
     """What is read again at once has no gap, but stays for longer where the step goes another way than planned."""
     return bool(storage.gaps) or (storage.kind == "activation" and storage.nbytes >= _SMALL_BYTES)
@@ -123,6 +137,7 @@ class Program:
         self.calls: Calls | None = None  # learned by the first step that goes as planned
         self.casts_weights = False  # whether calls are known that make autocast's copies of weights
         self.learns = not self.idle
+        self.learns_itself = False  # what was learned under another plan does not hold here
         self.lesson: Lesson | None = None
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
@@ -200,11 +215,31 @@ class Program:
             expected=expected,
             last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
             light=[
-                (2 if number in kept else 1) if is_pack and plain and not at[i] else 0
+                (2 if number in kept else 1) if is_pack and plain and not at[i] and self._is_sure(number) else 0
                 for i, (is_pack, number, _, plain) in enumerate(expected)
             ]
             + [0],
         )
+
+    def _is_sure(self, storage: int) -> bool:
+        """Whether a save of it need not be looked at. Where sizes follow the input, what is computed may be larger than
+        planned for."""
+        return self.reserve_bytes is None or self.trace.storages[storage].persistent
+
+    @functools.cached_property
+    def sizes_are_sure(self) -> bool:
+        """Whether nothing that is saved can depend on what is in the inputs, beside their sizes."""
+        if self.reserve_bytes is None:
+            return True
+        last = max((tick.op for tick in self.trace.ticks if tick.kind == "pack"), default=0)
+        return not self.reserve_bytes and not any(_opname(op.name) in _BY_CONTENT for op in self.trace.ops[:last])
+
+    def learn_anew(self) -> None:
+        """The calls were others than those that were learned."""
+        self.lessons += 1
+        if self.lessons < MOST_LESSONS and self.calls is not None:
+            self.calls = self.few_ticks = self.lesson = None
+            self.learns = self.learns_itself = True
 
     def learn(self, lesson: Lesson, known: Mapping[int, KnownCall], *, may_leave_hooks_out: bool) -> None:
         """Which calls to look into, from a step that went as planned. known: those that follow from their arguments, by
@@ -218,7 +253,7 @@ class Program:
             return
         hooked = set(range(len(ticks)))
         # Where sizes are not sure, all that is saved is looked at.
-        may_leave_hooks_out &= not self.reserve_bytes and lesson.all_inside(frozenset(), packs)
+        may_leave_hooks_out &= self.sizes_are_sure and lesson.all_inside(frozenset(), packs)
         if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in _also(i)}
@@ -268,15 +303,16 @@ class Executor:
         *,
         kept: Callable[[], frozenset[int]],
         checks: frozenset[int],
+        wait: bool,
         due: bool,
         measured: bool,
         trial: bool,
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
-        """due: the outcome of checks is heard before the optimizer runs, and the step fails on one. others: what to
-        follow where the step turns out to be another one that is known. trial: room for what comes next is made sure
-        of, tick by tick. Not in steps that are measured: it would show there."""
+        """wait: for the outcome of checks, before a replay is used. due: it is heard before the optimizer runs, and the
+        step fails on one. others: what to follow where the step turns out to be another one that is known. trial: room
+        for what comes next is made sure of, tick by tick. Not in steps that are measured: it would show there."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -289,13 +325,16 @@ class Executor:
         self.entries: dict[int, Entry] = {}
         self.late: list[int] = []
         self._checks = checks  # storages whose replays are compared with the real bytes in this step
+        self._wait = wait
         self._due = due
+        self._tick_of_optimizer: int | None = None  # when the first one began
         self._due_left = MOST_DUE // 2  # checks that can still be heard together
         self._checked: dict[int, Check] = {}  # from the drop on
         self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
-        self.replayed: set[int] = set()  # storages whose replays were compared, and used
+        self.replayed: Counter[int] = Counter()  # how often the replay of each storage was compared, and used
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
         self.refused_bits = False  # they were used, and the step failed for it
+        self.refusal = ""  # the same where it failed before that was known
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
@@ -645,7 +684,8 @@ class Executor:
                 frontier = None
             else:
                 self._due_left -= 1
-                self._checked[entry.number] = Check(self.ledger.device, entry.flat(), due=self._due)
+                check = Check(self.ledger.device, entry.flat(), wait=self._wait, due=self._due)
+                self._checked[entry.number] = check
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -723,7 +763,7 @@ class Executor:
             else:
                 entry.adopt(tensor)
                 self.compared.append(check)
-                self.replayed.add(entry.number)
+                self.replayed[entry.number] += 1
             check.drop()
             del self._checked[entry.number]
         else:
@@ -733,20 +773,41 @@ class Executor:
 
     def _hear_what_is_due(self) -> None:
         """Of replays that were never proven at this size: before what they led to is used."""
+        told = self._refusal()
+        if told:
+            raise StepError(told)
+
+    def hear_after_failure(self) -> None:
+        """The step failed for another reason; its gradients may be used all the same."""
+        with contextlib.suppress(Exception):  # the device itself may have failed
+            self.refusal = self._refusal()
+
+    def _refusal(self) -> str:
         if not self._due:
-            return
+            return ""
         compared, self.compared = self.compared, []
         wrong = sorted({op for check in compared if not check.same() for op in check.ops})
-        if wrong:
-            self.mismatch += wrong
-            self.refused_bits = True
-            self.fallbacks["a replay gave other bits at a new size: the step was refused"] += 1
-            raise StepError(
-                f"recomputing {', '.join(wrong)} gave other bits than the first run at this size of the input, and the "
-                "same at others: gradients of this step must not be used. Set them to zero and run the batch again: it "
-                "is kept or swapped from now on. Parameters were not changed, unless the step changes them without an "
-                "optimizer of PyTorch's"
-            )
+        if not wrong:
+            return ""
+        self.mismatch += wrong
+        self.refused_bits = True
+        self.fallbacks["a replay gave other bits at a new size: the step was refused"] += 1
+        if self._tick_of_optimizer is None:
+            changed = "Parameters were not changed, unless in a closure or without an optimizer of PyTorch's"
+        else:
+            changed = "An optimizer had begun before that was known: go back to a checkpoint, or take back what it did"
+        return (
+            f"recomputing {', '.join(wrong)} gave other bits than the first run at this size of the input, and the "
+            "same at others: gradients of this step, and what they were added to, must not be used. Set them to zero "
+            f"and run the batch again: it is kept or swapped from now on. {changed}. Running statistics and random "
+            "numbers have moved on"
+        )
+
+    def met_other_calls(self) -> bool:
+        return isinstance(self._calls, Gate) and self._calls.strays > 0
+
+    def went_on_after_optimizer(self) -> bool:
+        return self._tick_of_optimizer is not None and self._tick_of_optimizer != self.tick
 
     def _settle(self, entry: Entry) -> None:
         if self.tick > self._last_drop.get(entry.number, -1):
@@ -870,6 +931,8 @@ class Executor:
 
     def optimizer_begins(self) -> None:
         self._hear_what_is_due()
+        if self._tick_of_optimizer is None:
+            self._tick_of_optimizer = -1 if self._in_backward else self.tick
         self.backward_ended()
         if self._calls is not None:
             self._calls.pause()

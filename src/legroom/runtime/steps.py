@@ -23,6 +23,14 @@ from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
 from legroom.runtime.undo import Undo
 
 
+@dataclass(slots=True)
+class Habits:
+    """What steps of a program were seen to do."""
+
+    # A closure, an optimizer inside backward, several of them: once one has begun, there is no time left to refuse.
+    goes_on_after_optimizer: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What steps of one room share."""
@@ -33,6 +41,7 @@ class Setting:
     optimizer: torch.optim.Optimizer | None
     fallbacks: Counter[str]
     distrusted: set[str]  # names of ops whose replay gave other bits
+    habits: Habits
 
     def kept(self) -> frozenset[int]:
         """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
@@ -49,6 +58,7 @@ class Setting:
         *,
         checks: frozenset[int],
         measured: bool,
+        wait: bool = False,
         due: bool = False,
         trial: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
@@ -59,6 +69,7 @@ class Setting:
             self.device_type,
             kept=self.kept,
             checks=checks,
+            wait=wait,
             due=due,
             measured=measured,
             trial=trial,
@@ -120,6 +131,7 @@ class ShelteredStep:
         self.curve: Curve | None = None
         self.alive_bytes = 0  # when it began
         self.began_with_call = True  # no op ran before the model was called
+        self._ticks_before_optimizer: int | None = None
         self._proving = proving
 
     def called(self, watch: InputWatch, number: int) -> None:
@@ -181,6 +193,8 @@ class ShelteredStep:
 
     def _optimizer_begins(self) -> None:
         if self.recorder is not None:
+            if self._ticks_before_optimizer is None:
+                self._ticks_before_optimizer = len(self.recorder.ticks)
             with no_dispatch():
                 self.recorder.compare_lasting()
             self.recorder.phase = "optimizer"
@@ -197,6 +211,9 @@ class ShelteredStep:
             if self.census is not None and not failed:
                 self.census.note_deaths()
             self._stack.close()
+            before = self._ticks_before_optimizer
+            if self.recorder is not None and before is not None and len(self.recorder.ticks) > before:
+                self._setting.habits.goes_on_after_optimizer = True
             if self.recorder is not None and not failed:
                 self.recorder.compare_lasting()
         finally:
@@ -224,16 +241,18 @@ class PlannedStep:
         checks: frozenset[int],
         measure: bool,
         trial: bool = False,
+        wait: bool = False,
         due: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> None:
-        """checks: storages whose replays are held against the real bytes. due: before the optimizer runs. others: what
-        may be followed instead, where the step turns out to be another one that is known. trial: see `pressure`."""
+        """checks: storages whose replays are held against the real bytes. wait: before they are used. due: before the
+        optimizer runs. others: what may be followed instead, where the step turns out to be another one that is known.
+        trial: see `pressure`."""
         self._setting = setting
         self._others = others
         self._program = program
         self._checks = checks
-        self._due = due
+        self._wait, self._due = wait, due
         self._trial = trial
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
@@ -247,6 +266,7 @@ class PlannedStep:
         self.executor = executor = setting.executor(
             self._program,
             checks=self._checks,
+            wait=self._wait,
             due=self._due,
             measured=self._measure,
             trial=self._trial,
@@ -270,7 +290,11 @@ class PlannedStep:
             if self.census is not None:
                 self.census.note_deaths()
             self._stack.close()
-            if not failed:
+            if self.executor.went_on_after_optimizer():
+                self._setting.habits.goes_on_after_optimizer = True
+            if failed:
+                self.executor.hear_after_failure()
+            else:
                 self.executor.finish()
         finally:
             self.executor.close()

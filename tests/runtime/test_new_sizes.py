@@ -1,0 +1,284 @@
+"""Replays at sizes of the input at which they were never proven, as on a GPU: outcomes are heard late, hooks are few.
+
+The programs here write to a tensor in a way that PyTorch cannot see, at some sizes and in some layers only: recomputed,
+that tensor is another one.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+import legroom.room
+from legroom.errors import StepError
+from legroom.runtime.device import CpuDevice
+from tests.runtime.test_budget import measured_peak
+from tests.runtime.test_cap import Capped
+from tests.runtime.test_following import assert_equal, half_way, recomputing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS = 6
+_draw = random.Random(0)
+SIZES = [8 * _draw.randint(50, 125) for _ in range(9)] + [8 * _draw.randint(50, 120) + 3 for _ in range(9)]
+FIRST_ODD = 9
+
+
+class Masked(nn.Module):
+    def __init__(self, odd: frozenset[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            mask = torch.ones(x.shape)
+            if len(x) % 8 and number in self.odd:
+                mask.numpy()[:, ::2] = 0.5
+            x = (layer(x) * mask).cos() + x
+        return x
+
+
+Work = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(SIZES[number], 64, generator=torch.Generator().manual_seed(number))
+
+
+def usual(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    net(batch(number)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def closure(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        out = net(batch(number)).square().mean()
+        out.backward()
+        return out
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+
+
+def twice(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Two passes, each with a step of the optimizer."""
+    x = batch(number)
+    for part in (x, x.flip(0)):
+        net(part).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_backward(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    net(batch(number)).square().mean().backward()
+
+
+def built(odd: frozenset[int], *, each: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Masked(odd)
+    if each:
+        for p in net.parameters():
+            own = torch.optim.SGD([p], 0.01)
+
+            def stepped(_: Tensor, own: torch.optim.Optimizer = own) -> None:
+                own.step()
+                own.zero_grad()
+
+            p.register_post_accumulate_grad_hook(stepped)
+    return net, torch.optim.SGD(net.parameters(), 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "answers_later", True)
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
+
+
+def budget_for(each: bool = False) -> int:
+    net, optimizer = built(frozenset(), each=each)
+
+    def longest() -> None:
+        net(torch.randn(1000, 64)).square().mean().backward()
+        optimizer.zero_grad()
+
+    return half_way(longest, net, optimizer) - 200_000
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_wrong_replay_refuses_the_step(layer: int, settled: bool) -> None:
+    """Parameters are as they were, and the batch can be run again."""
+    plain, plains = built(frozenset((layer,)))
+    budget = budget_for()
+    net, optimizer = built(frozenset((layer,)))
+    refused = []
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(len(SIZES)):
+            before = [p.detach().clone() for p in net.parameters()]
+            try:
+                with room.step():
+                    usual(net, optimizer, number)
+            except StepError as error:
+                refused.append((number, str(error)))
+                assert_equal([p.detach() for p in net.parameters()], before)
+                optimizer.zero_grad()
+                with room.step():
+                    usual(net, optimizer, number)
+            usual(plain, plains, number)
+            assert_equal([p.detach() for p in net.parameters()], [p.detach() for p in plain.parameters()])
+            if settled and room._following is not None:
+                room._following.settle()
+        report = room.report()
+    assert len(refused) <= 1  # where the mask of that layer is kept, there is nothing to refuse
+    for number, message in refused:
+        assert number >= FIRST_ODD
+        assert "Parameters were not changed" in message
+        assert report.fallbacks["a replay gave other bits at a new size: the step was refused"] == 1
+
+
+@pytest.mark.parametrize("work", [closure, twice, in_backward])
+def test_where_an_optimizer_has_begun_replays_are_waited_for(work: Work) -> None:
+    """Nothing could be refused any more, so nothing wrong is used in the first place."""
+    odd, each = frozenset(range(LAYERS)), work is in_backward
+    plain, plains = built(odd, each=each)
+    budget = budget_for(each)
+    net, optimizer = built(odd, each=each)
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(len(SIZES)):
+            with room.step():
+                work(net, optimizer, number)
+            work(plain, plains, number)
+            assert_equal([p.detach() for p in net.parameters()], [p.detach() for p in plain.parameters()])
+        report = room.report()
+    assert any("was not used" in name for name in report.fallbacks), report.fallbacks
+
+
+def test_a_program_that_fails_hears_of_it_too() -> None:
+    budget = budget_for()
+    net, optimizer = built(frozenset(range(LAYERS)))
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(FIRST_ODD):
+            with room.step():
+                usual(net, optimizer, number)
+
+        def failing() -> None:
+            with room.step():
+                net(batch(FIRST_ODD)).square().mean().backward()
+                raise KeyError("of the program's")
+
+        with pytest.warns(RuntimeWarning, match="gave other bits than"), pytest.raises(KeyError) as caught:
+            failing()
+        assert "must not be used" in caught.value.__notes__[0]
+        assert room.report().distrusted
+
+
+def test_calls_behind_backward_may_come_or_not() -> None:
+    """Gradients accumulated over two steps of one size, clipped in every second one."""
+
+    def work(net: nn.Module, optimizer: torch.optim.Optimizer, number: int, around: Callable[[], Any]) -> None:
+        with around():
+            net(batch(0)).square().mean().backward()
+            if number % 2:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    plain, plains = built(frozenset())
+    budget = budget_for() + 400_000
+    net, optimizer = built(frozenset())
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(20):
+            work(net, optimizer, number, room.step)
+            work(plain, plains, number, nullcontext)
+        report = room.report()
+    assert_equal([p.detach() for p in net.parameters()], [p.detach() for p in plain.parameters()])
+    assert not any("drift" in name for name in report.fallbacks), report.fallbacks
+    assert report.sheltered_steps <= 4
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).cos()
+        picked = x[mask]
+        for _ in range(6):
+            picked = picked.sigmoid()
+        return x.square().mean() + picked.mean()
+
+
+@pytest.mark.parametrize("most", [100, 20], ids=["large", "small"])
+def test_sizes_that_depend_on_the_content_are_looked_at(most: int) -> None:
+    """They were the same in all steps that were learned from; later they are fifty times as large."""
+    net = Picking()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def work(rows: int, picked: int) -> None:
+        mask = torch.zeros(rows, dtype=torch.bool)
+        mask[:picked] = True
+        net(torch.randn(rows, 64), mask).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    budget = half_way(lambda: work(1000, most), net, optimizer)
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for rows in [1000, 800, 600, 900, 700, 940, 860, 650, 720, 990, 810]:
+            with room.step():
+                work(rows, most)
+            if room._following is not None:
+                room._following.settle()
+        for _ in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert measured_peak(lambda _: work(1000, 1000), room.step, 0) <= budget
+
+
+def test_what_is_left_alone_counts_as_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that come once must not push out what serves every step."""
+    monkeypatch.setattr(legroom.room, "open_device", lambda *_: Capped())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+            for layer in self.layers:
+                x = torch.nn.functional.gelu(layer(x))
+            return x.sum()
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    draw = random.Random(0)
+    with legroom.fit(net, optimizer, budget="64MiB") as room:
+
+        def step(rows: int, extra: Any = None) -> None:
+            with room.step():
+                net(torch.randn(rows, 64), extra).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in range(40):
+            step(draw.randint(500, 1000))
+        for number in range(17):
+            step(100, tuple(torch.zeros(1) for _ in range(number + 1)))
+        for _ in range(3):
+            step(draw.randint(500, 1000))
+        followed = room.report().followed
+    assert followed is not None
+    assert [step.course for step in followed.steps][-3:] == ["left alone"] * 3
