@@ -718,18 +718,19 @@ def test_what_was_proven_at_a_size_is_proven_once(monkeypatch: pytest.MonkeyPatc
     net = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(64, 64), nn.GELU())])
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     budget = half_way(lambda: net(torch.randn(1000, 64)).sum().backward(), net, optimizer)
-    sizes = [1000, 800, 600, 900, 700, 940, 860, 940, 860, 940, 860]
+    sizes = [1000, 800, 600, 900, 700, *[940, 860] * 5]
     with legroom.fit(net, optimizer, budget=budget) as room:
         for number, size in enumerate(sizes):
-            if number == 5:
+            if number >= 5:
                 assert room._following is not None
-                room._following.settle()
+                room._following.settle()  # a better plan may bring replays of its own
+            if number == 5:
                 asked.clear()
             with room.step():
                 net(torch.randn(size, 64)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert len(asked) == 6
+    assert len(asked) == 10
     for due, checks, replayed in asked[:2]:
         assert due and checks == replayed > 0, asked
     assert not any(due for due, _, _ in asked[-2:]), asked
@@ -787,7 +788,7 @@ def test_hooks_are_left_out_while_there_is_one_op_sequence(monkeypatch: pytest.M
                 optimizer.zero_grad()
         return list(hooked)
 
-    with legroom.fit(net, optimizer, budget=budget + (budget // 4)) as room:
+    with legroom.fit(net, optimizer, budget=budget + 200_000) as room:
         steps(12)
         few = steps(4)
         assert few and all(some < all_ for some, all_ in few), few

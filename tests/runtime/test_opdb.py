@@ -331,12 +331,6 @@ class Keeper(TorchDispatchMode):
         return result
 
 
-def made_again(node: Node) -> torch.Tensor:
-    (tensor,) = replay(node)
-    assert tensor is not None
-    return tensor
-
-
 def replays(sample: Sample, ledger: Ledger) -> list[tuple[str, Digest, Digest]]:
     """For every value the sample leaves: the op that made it, what is in it, and what a replay makes of it."""
     with torch.no_grad(), Keeper(ledger) as keeper:
@@ -345,7 +339,7 @@ def replays(sample: Sample, ledger: Ledger) -> list[tuple[str, Digest, Digest]]:
     for node, tensor, name in keeper.made.values():
         view = View(tensor)
         view.let_go()
-        found.append((name, digest(tensor), digest(view.over(made_again(node)))))
+        found.append((name, digest(tensor), digest(view.over(replay(node)))))
     return found
 
 

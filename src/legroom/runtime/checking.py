@@ -8,6 +8,9 @@ was found wrong then has been used; it is counted, and a warning says so.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from legroom.runtime.device import Device, Fingerprint, HostCopy
@@ -16,7 +19,7 @@ from legroom.runtime.device import Device, Fingerprint, HostCopy
 class Check:
     """The real bytes of one value, or their digest, from the drop to the replay."""
 
-    __slots__ = ("_after", "_before", "_device", "_due", "_wait", "host", "ops")
+    __slots__ = ("_after", "_before", "_device", "_due", "_funcs", "_wait", "host")
 
     def __init__(self, device: Device, flat: torch.Tensor, *, wait: bool = False, due: bool = False) -> None:
         self._device = device
@@ -24,7 +27,7 @@ class Check:
         self._wait = wait or not device.answers_later
         self._before = device.fingerprint(flat.untyped_storage(), due=due)
         self._after: Fingerprint | None = None
-        self.ops: list[str] = []  # what the replay ran
+        self._funcs: Collection[Any] = ()
         self.host: HostCopy | None = None
         if self._wait:
             self.host, copy = device.copy_out(flat)
@@ -34,9 +37,14 @@ class Check:
                 self.drop()
                 raise
 
-    def compare(self, again: torch.Tensor, ops: list[str]) -> bool:
-        """Whether the replay is known to have given other bits."""
-        self.ops = ops
+    @property
+    def ops(self) -> list[str]:
+        """What the replay ran."""
+        return sorted(map(str, self._funcs))
+
+    def compare(self, again: torch.Tensor, funcs: Collection[Any]) -> bool:
+        """Whether the replay is known to have given other bits. funcs: what it ran."""
+        self._funcs = funcs
         self._after = self._device.fingerprint(again.untyped_storage(), due=self._due)
         return self._wait and not self.same()
 

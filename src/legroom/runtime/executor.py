@@ -31,7 +31,7 @@ from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.pressure import Pressure
-from legroom.runtime.replay import NotAtHand, Tape, actions_for, play, recall, remember, replay, replayed_ops
+from legroom.runtime.replay import Action, NotAtHand, Tape, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, Schedule, SwapOut
@@ -330,6 +330,7 @@ class Executor:
         self._tick_of_optimizer: int | None = None  # when the first one began
         self._due_left = MOST_DUE // 2  # checks that can still be heard together
         self._checked: dict[int, Check] = {}  # from the drop on
+        self._ran: list[Action] = []  # by the last replay
         self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
         self.replayed: Counter[int] = Counter()  # how often the replay of each storage was compared, and used
         self.mismatch: list[str] = []  # the ops of a replay that gave other bits
@@ -735,6 +736,7 @@ class Executor:
         for back, tensor in zip((entry, *others), self._replay(entry.node, nodes, tape), strict=True):
             if tensor is not None:
                 self._came_back(back, tensor)
+        self._ran = []
 
     def _replay(self, target: Node, also: list[Node], tape: int) -> list[torch.Tensor | None]:
         tapes = self.program.tapes
@@ -742,19 +744,24 @@ class Executor:
         actions = recall(known, self._made, self._first) if known is not None else None
         if actions is not None:
             try:
-                return play(actions, (target, *also))
+                made = play(actions, (target, *also))
             except (NotAtHand, StepError):
                 if self._pressure is None:  # there, more may be away than in other steps
                     tapes[tape] = None
+            else:
+                self._ran = actions
+                return made
+        actions = actions_for(target, also)
         if tape >= 0 and tape not in tapes:
-            tapes[tape] = remember(actions_for(target, also), self._first)
-        return replay(target, also)
+            tapes[tape] = remember(actions, self._first)
+        made = replay_by(actions, (target, *also))
+        self._ran = actions
+        return made
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
         check = self._checked.get(entry.number)
         if check is not None:
-            assert entry.node is not None
-            if check.compare(tensor, replayed_ops(entry.node)):
+            if check.compare(tensor, {action.made.func for action in self._ran}):
                 self.mismatch += check.ops
                 self.fallbacks[NOT_USED] += 1
                 entry.host, check.host = check.host, None

@@ -48,11 +48,17 @@ class NotAtHand(Exception):
     """A tape does not fit this step."""
 
 
-def replay(target: Node, also: Sequence[Node] = ()) -> list[torch.Tensor | None]:
-    """The bytes of a value, made again: a tensor over its storage; and those of other values, where they are made on
-    the way (None where they are not)."""
+def replay(target: Node) -> torch.Tensor:
+    """The bytes of a value, made again: a tensor over its storage."""
+    (tensor,) = replay_by(actions_for(target), (target,))
+    assert tensor is not None
+    return tensor
+
+
+def replay_by(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | None]:
+    """The same for several; those after the first only where they are made on the way (None where they are not)."""
     try:
-        return play(actions_for(target, also), (target, *also))
+        return play(actions, targets)
     except NotAtHand:
         raise StepError(_GONE) from None
 
@@ -134,11 +140,6 @@ def _written_out(slot: Slot | None, at_hand: dict[Slot, Held]) -> torch.Tensor |
         assert slot is not None
         held = at_hand[slot] = held.into(held.source.dtype)
     return held  # type: ignore[return-value]
-
-
-def replayed_ops(target: Node) -> list[str]:
-    """The names of the ops that a replay of this value would run."""
-    return [str(made.func) for made in _closure(target)[0]]
 
 
 def _closure(target: Node) -> tuple[list[Made], dict[int, list[Node]]]:

@@ -185,9 +185,7 @@ def replay_entry(entry: Entry) -> None:
     from legroom.runtime.replay import replay
 
     assert entry.node is not None
-    (tensor,) = replay(entry.node)
-    assert tensor is not None
-    entry.adopt(tensor)
+    entry.adopt(replay(entry.node))
     entry.ledger.unpin(entry)
 
 
