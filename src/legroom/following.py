@@ -29,8 +29,8 @@ from legroom.planners.responsive import Responsive
 from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
-from legroom.runtime.executor import Program
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
+from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.sizes import SizeModel, structure_of, with_numbers

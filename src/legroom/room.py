@@ -45,9 +45,9 @@ from legroom.report import Report
 from legroom.runtime.called import CalledStep, LeftAlone
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
-from legroom.runtime.executor import Program
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, can_be_watched, remarks
 from legroom.runtime.pace import Pace
+from legroom.runtime.program import Program
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import Habits, IdleStep, PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve

@@ -12,7 +12,7 @@ import legroom
 from legroom import room as rooms
 from legroom.arrange import Spacer
 from legroom.runtime.device import CpuDevice
-from legroom.runtime.executor import Program
+from legroom.runtime.program import Program
 from tests.runtime.test_random_plans import random_planner
 
 pytestmark = pytest.mark.usefixtures("one_thread")

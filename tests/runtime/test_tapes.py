@@ -8,7 +8,7 @@ import pytest
 
 import legroom
 from legroom.room import Step
-from legroom.runtime.executor import Program
+from legroom.runtime.program import Program
 from legroom.runtime.replay import Tape
 from tests.harness import Snapshot, assert_same, run_plain, run_room
 from tests.runtime.test_random_plans import random_planner

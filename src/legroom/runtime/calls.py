@@ -340,8 +340,11 @@ class Gate(CallMode):
                 OPS.put_in(self._mode, 0)
 
     def fell_short(self) -> bool:
-        """Whether calls were left out that save something. Others, such as those behind backward, may come or not."""
-        return not self.open and any(way.hooked is not None for way in self._calls.ways[self._number :])
+        """Whether calls were left out that save something: where hooks are, too, such a step may look the same. Others,
+        such as those behind backward, may come or not."""
+        if self.hooks is None or self.open:
+            return False
+        return any(way.hooked is not None for way in self._calls.ways[self._number :])
 
     def close(self) -> None:
         if self.hooks is not None and not self._hooks_on:

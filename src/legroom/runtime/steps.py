@@ -14,9 +14,10 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from legroom.alloclog import OPTIMIZER, Log, mark, profiler_is_free
 from legroom.curve import Curve, read_curve
 from legroom.runtime.census import Census
-from legroom.runtime.executor import Executor, Program
+from legroom.runtime.executor import Executor
 from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.modes import Interception, OpMode
+from legroom.runtime.program import Program
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase

@@ -1,0 +1,271 @@
+"""A schedule laid out for running: what to do and to expect at every tick, and which calls to look into.
+
+Made once for each plan and used by every step; what steps learn about the program's calls is kept here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from legroom.arrange import Spacer
+from legroom.ir import Storage, Trace
+from legroom.runtime.calls import Called, Calls, Lesson, countable, needed_ticks
+from legroom.runtime.fused import STATISTICS
+from legroom.runtime.knowncalls import KnownCall
+from legroom.runtime.pressure import Pressure
+from legroom.runtime.replay import Tape
+from legroom.schedule import Drop, Instruction, Replay, Schedule
+
+NO_STORAGE = -2  # the number of none
+_SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
+MOST_LESSONS = 4  # steps that could not be learned from
+
+
+class TakeSpacer(NamedTuple):
+    tick: int
+    storage: int  # of none
+    spacer: Spacer
+
+
+class EndSpacer(NamedTuple):
+    tick: int
+    storage: int
+    spacer: Spacer
+
+
+class Ticks(NamedTuple):
+    """What to do and what to expect, tick by tick."""
+
+    at: list[tuple[Instruction | TakeSpacer | EndSpacer, ...]]
+    # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
+    # else gets one, kept by the plan or not: if the step drifts it must be able to go. Where hooks are left out, only
+    # what is moved or read by a replay: the rest has no hook as it is.
+    expected: list[tuple[bool, int, int, bool]]
+    last_drop: dict[int, int]  # by storage
+    light: list[int]  # packs at which nothing is to be done, of what needs no entry: 1; 2: replays have a use for it
+
+
+# Ops whose results are as large as what is in their arguments has it, or that tell the program what that is.
+_BY_CONTENT = frozenset(
+    """
+    _local_scalar_dense _unique _unique2 argwhere bincount equal histc index is_nonzero item masked_select nonzero
+    nonzero_numpy nonzero_static repeat_interleave unique_consecutive unique_dim
+    """.split()  # noqa: SIM905
+)
+
+
+def _opname(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+def _may_have_to_go(storage: Storage) -> bool:
+    """What is read again at once has no gap, but stays for longer where the step goes another way than planned."""
+    return bool(storage.gaps) or (storage.kind == "activation" and storage.nbytes >= _SMALL_BYTES)
+
+
+def also_of(instruction: Instruction | TakeSpacer | EndSpacer) -> tuple[int, ...]:
+    return instruction.also if isinstance(instruction, Replay) else ()
+
+
+class Program:
+    """A schedule laid out for running: made once for each plan, used by every step.
+
+    reserve_bytes: where it is given, smaller tensors than the trace has are as good, and larger ones as long as they
+    are together larger by no more than this. spacers: blocks that keep the free memory in one piece.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        schedule: Schedule,
+        *,
+        reserve_bytes: int | None = None,
+        spacers: Sequence[Spacer] = (),
+    ) -> None:
+        self.trace = trace
+        self.reserve_bytes = reserve_bytes
+        self.idle = not schedule.instructions
+        self.spacers = tuple(spacers)
+        self._instructions: dict[int, list[Instruction | TakeSpacer | EndSpacer]] = {}
+        for spacer in spacers:  # those that end go first: what they leave may be what the others are to take
+            if spacer.until >= len(trace.ticks):
+                continue  # it ends with the step
+            self._instructions.setdefault(spacer.until, []).append(EndSpacer(spacer.until, NO_STORAGE, spacer))
+        for spacer in spacers:
+            self._instructions.setdefault(spacer.tick, []).append(TakeSpacer(spacer.tick, NO_STORAGE, spacer))
+        for instruction in schedule.instructions:
+            self._instructions.setdefault(instruction.tick, []).append(instruction)
+        self._replays = replays = [i for i in schedule.instructions if isinstance(i, Replay)]
+        replayed = {op for i in replays for op in i.ops}
+        in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
+        # Of normalisations that need not all of their work again, by number: the storages of their statistics.
+        self.statistics: dict[int, tuple[int, int]] = {}
+        moved = {storage for i in schedule.instructions for storage in (i.storage, *also_of(i))}
+        for i, op in enumerate(in_mode):
+            places = STATISTICS.get(op.name)
+            if places is not None and op.id in replayed and op.short and len(op.writes) == 3:
+                first, second = (op.writes[place][0] for place in places)
+                if first not in moved and second not in moved:  # what goes is not to be held
+                    self.statistics[i] = first, second
+        self.all_ticks = self._ticks(range(len(trace.ticks)))
+        self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
+        self._in_mode, self._replayed = in_mode, replayed
+        self.recorded: dict[int, Any] = {i: op.name for i, op in enumerate(in_mode) if op.id in replayed}
+        self.calls: Calls | None = None  # learned by the first step that goes as planned
+        self.casts_weights = False  # whether calls are known that make autocast's copies of weights
+        self.learns = not self.idle
+        self.learns_itself = False  # what was learned under another plan does not hold here
+        self.lesson: Lesson | None = None
+        self.lessons = 0
+        self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
+        self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    @functools.cached_property
+    def recipes(self) -> dict[int, tuple[tuple[tuple[int, ...], int], ...]]:
+        """How each storage is made again, once for each time: the ops up to the one that makes it, and which of what
+        that one writes it is."""
+        found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        ops = self.trace.ops
+        for again in self._replays:
+            for storage in (again.storage, *again.also):
+                makes = [i for i, op in enumerate(again.ops) if any(s == storage for s, _ in ops[op].writes)]
+                written = [s for s, _ in ops[again.ops[makes[-1]]].writes]
+                found.setdefault(storage, []).append((again.ops[: makes[-1] + 1], written.index(storage)))
+        return {storage: tuple(times) for storage, times in found.items()}
+
+    def spaced_bytes(self, tick: int) -> int:
+        """What spacers take in the segment after a tick."""
+        return sum(spacer.nbytes for spacer in self.spacers if spacer.tick <= tick < spacer.until)
+
+    @functools.cached_property
+    def pressure(self) -> Pressure | None:
+        return Pressure(self.trace) if self.trace.requests else None
+
+    # For learning, and not before: plans that follow an input are made between two steps.
+
+    @functools.cached_property
+    def names(self) -> dict[int, str]:
+        """Of the ops whose numbers must be right; a profiler's marks come and go."""
+        forward = ((i, op.name) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return {i: name for i, name in forward if not name.startswith("profiler.")}
+
+    @functools.cached_property
+    def watched(self) -> frozenset[int]:
+        """Ops that must be seen: those that are replayed, and those that write to something that replays read or make.
+
+        While an optimizer runs, everything is seen if anything may be replayed afterwards.
+        """
+        touched = self._touched
+        forward = ((i, op) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return frozenset(self.recorded) | {i for i, op in forward if any(v and s in touched for s, v in op.writes)}
+
+    @functools.cached_property
+    def _touched(self) -> frozenset[int]:
+        """Storages that replays read or make."""
+        replayed = (op for op in self._in_mode if op.id in self._replayed)
+        return frozenset(storage for op in replayed for storage, _ in (*op.reads, *op.writes))
+
+    @functools.cached_property
+    def writing(self) -> frozenset[int]:
+        """Ops that write at all: the same calls may write to something else in another step. What gives a tensor
+        another shape in place is counted as a write by PyTorch."""
+        forward = ((i, op) for i, op in enumerate(self._in_mode) if op.phase == "forward")
+        return frozenset(i for i, op in forward if op.name.split(".")[1].endswith("_") or any(v for _, v in op.writes))
+
+    @functools.cached_property
+    def countable(self) -> bool:
+        return countable(self.trace)
+
+    def _ticks(self, hooked: Sequence[int], needed: Container[int] | None = None) -> Ticks:
+        """needed: storages that need an entry; None: all that might have to go."""
+        trace = self.trace
+        kept = {storage for both in self.statistics.values() for storage in both}
+        at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
+        expected = []
+        for tick in hooked:
+            storage = trace.storages[trace.ticks[tick].storage]
+            plain = not _may_have_to_go(storage) or (needed is not None and storage.id not in needed)
+            expected.append((trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, plain))
+        return Ticks(
+            # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
+            at=[*at, (Drop(-1, -1),)],
+            expected=expected,
+            last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
+            light=[
+                (2 if number in kept else 1) if is_pack and plain and not at[i] and self._is_sure(number) else 0
+                for i, (is_pack, number, _, plain) in enumerate(expected)
+            ]
+            + [0],
+        )
+
+    def _is_sure(self, storage: int) -> bool:
+        """Whether a save of it need not be looked at. Where sizes follow the input, what is computed may be larger than
+        planned for."""
+        return self.reserve_bytes is None or self.trace.storages[storage].persistent
+
+    @functools.cached_property
+    def sizes_are_sure(self) -> bool:
+        """Whether nothing that is saved can depend on what is in the inputs, beside their sizes."""
+        if self.reserve_bytes is None:
+            return True
+        last = max((tick.op for tick in self.trace.ticks if tick.kind == "pack"), default=0)
+        return not self.reserve_bytes and not any(_opname(op.name) in _BY_CONTENT for op in self.trace.ops[:last])
+
+    def learn_anew(self) -> None:
+        """The calls were others than those that were learned."""
+        self.lessons += 1
+        if self.lessons < MOST_LESSONS and self.calls is not None:
+            self.calls = self.few_ticks = self.lesson = None
+            self.learns = self.learns_itself = True
+
+    def learn(self, lesson: Lesson, known: Mapping[int, KnownCall], *, may_leave_hooks_out: bool) -> None:
+        """Which calls to look into, from a step that went as planned. known: those that follow from their arguments, by
+        place."""
+        self.learns = False
+        self.lesson = lesson
+        self.few_ticks = None
+        ticks = self.trace.ticks
+        packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
+        if not lesson.all_inside(self.watched | self.writing, ()):
+            return
+        hooked = set(range(len(ticks)))
+        # Where sizes are not sure, all that is saved is looked at.
+        may_leave_hooks_out &= self.sizes_are_sure and lesson.all_inside(frozenset(), packs)
+        if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
+            moved = {i.storage for here in self._instructions.values() for i in here}
+            moved |= {storage for here in self._instructions.values() for i in here for storage in also_of(i)}
+            # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
+            needed = moved | self._touched
+            moved |= {ticks[tick].storage for tick in self._instructions}
+            moved |= {storage for both in self.statistics.values() for storage in both}
+            hooked = needed_ticks(lesson.calls, ticks, moved)
+            self.few_ticks = self._ticks(sorted(hooked), needed)
+        self.calls = Calls(
+            lesson.calls,
+            ticks,
+            watched_ops=self.watched,
+            writing_ops=self.writing,
+            hooked=hooked,
+            known={
+                i: self._with_statistics(call)
+                for i, call in known.items()
+                if self._may_go_unseen(call, lesson.calls[i], hooked)
+            },
+        )
+        self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
+
+    def _with_statistics(self, known: KnownCall) -> KnownCall:
+        ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)
+        return known._replace(ops=tuple(ops)) if self.statistics else known
+
+    def _may_go_unseen(self, known: KnownCall, call: Called, hooked: set[int]) -> bool:
+        """Not where something that its ops read is not shown."""
+        storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
+        return known.needs <= {storage.id for storage in storages if _may_have_to_go(storage)}
+
+    def one_replayed(self, number: int) -> frozenset[int]:
+        """One of the storages that are replayed, another with every number; none where none is."""
+        count = len(self.replayed_storages)
+        return frozenset((self.replayed_storages[number % count],)) if count else frozenset()
