@@ -67,7 +67,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
     levels = numbers.level_bytes.tolist()
     peaks = np.maximum(numbers.peak_bytes, numbers.level_bytes).tolist()
     workspaces, seconds = numbers.workspace_bytes.tolist(), numbers.seconds.tolist()
-    # Written out: a step may wait for it, and replace() takes three times as long.
+    # Written out: a step may wait for it, and replace() takes twice as long.
     return replace(
         trace,
         storages=tuple(
