@@ -162,6 +162,10 @@ def candidates(shard: int) -> Iterator[Sample]:
                 yield from samples(op, dtype, 3)
 
 
+# Leaves some of what it returns unwritten, in blocks that stirring does not always reach.
+UNWRITTEN = "aten._ctc_loss."
+
+
 def stir(byte: int) -> None:
     """Leave other bytes in freed memory: what depends on them does not repeat (lstsq's pivots, ctc_loss)."""
     blocks = [
@@ -368,7 +372,7 @@ def test_a_replay_by_itself_gives_the_bits() -> None:
     for sample in (s for op in operators() for s in samples(op, torch.float32, None if SWEEP else 16)):
         try:
             found = replays(sample, Ledger(device))
-            differ = [name for name, real, made in found if real != made]
+            differ = [name for name, real, made in found if real != made and not name.startswith(UNWRITTEN)]
             if differ and same_whatever_was_in_memory(sample, device, found):
                 wrong.append(f"{sample.name}: {', '.join(differ)}")
         except Exception as error:
