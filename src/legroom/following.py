@@ -26,6 +26,7 @@ from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
 from legroom.plan import Plan, check_fits, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
+from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
 from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
@@ -167,6 +168,8 @@ class Following:
         self._steps = 0
         self._may_idle = self._device.has_cap
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
+        self._apart = PlanProcess() if self._device.plans_apart and can_be_sent(self._planner) else None
+        self._closed = False
         self._arrived: deque[tuple[Course, int, Features, Rung]] = deque()
         self._asked: deque[Future[None]] = deque()
         # of the step that runs
@@ -189,6 +192,9 @@ class Following:
         return CalledStep(self._setting, watch, self._decide)
 
     def close(self) -> None:
+        self._closed = True
+        if self._apart is not None:
+            self._apart.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def settle(self) -> None:
@@ -423,8 +429,9 @@ class Following:
         peak = self._responsive(course).peak_bytes(course.model.predict(features), rung.plan.decisions)
         return peak + course.model.reserve_bytes()
 
-    def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int) -> Rung:
-        schedule = lower(trace, plan, self._hardware())
+    def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int, schedule: Schedule | None = None) -> Rung:
+        if schedule is None:
+            schedule = lower(trace, plan, self._hardware())
         peak = check_schedule(trace, schedule)
         program = Program(trace, schedule, reserve_bytes=reserve_bytes)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
@@ -449,16 +456,29 @@ class Following:
             for size, numbers in at:
                 trace = with_numbers(template, numbers)
                 try:
-                    plan = checked(trace, self._planner(trace, self._hardware(), target))
+                    plan, schedule = self._made_in_background(trace, target)
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
-                rung = self._laid_out(trace, plan, reserve)
+                rung = self._laid_out(trace, checked(trace, plan), reserve, schedule)
                 if rung.peak_bytes > self._budget_bytes - reserve:
                     raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
                 self._arrived.append((course, version, size, rung))
                 return
 
         self._submit(improve)
+
+    def _made_in_background(self, trace: Trace, target_bytes: int) -> tuple[Plan, Schedule | None]:
+        apart = self._apart
+        if apart is not None:
+            try:
+                return apart.plan(self._planner, trace, self._hardware(), target_bytes)
+            except ProcessError as error:
+                if self._closed:
+                    raise
+                self._setting.fallbacks[f"planned in a thread: {error}"] += 1
+                self._apart = None
+                apart.close()
+        return self._planner(trace, self._hardware(), target_bytes), None
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._asked.append(self._worker.submit(work))

@@ -38,6 +38,7 @@ ORDER = (
     "evaluate",
     "bound",
     "planners",
+    "planprocess",
     "reasons",
     "page",
     "report",

@@ -199,6 +199,43 @@ def test_plans_are_found_by_looking_them_up() -> None:
         assert planners and set(planners) == {"auto"}
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the program's own Python code is what the device waits for. One that dies is done without."""
+    monkeypatch.setattr(CpuDevice, "plans_apart", True)
+    asked: list[threading.Thread] = []
+
+    def plan(auto: Auto, *args: Any) -> Any:
+        asked.append(threading.current_thread())
+        return made(auto, *args)
+
+    made = Auto.__call__
+    monkeypatch.setattr(Auto, "__call__", plan)
+    program, plain = Program("short"), Program("short")
+    sizes = program.sizes(20)
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5)) as room:
+        program.train(sizes[:14], room.step)
+        following = room._following
+        assert following is not None and following._apart is not None
+        following.settle()
+        child = following._apart._child
+        assert child is not None
+        if killed:
+            child.kill()
+            following.forget_plans()
+        else:
+            assert not any(thread is not threading.main_thread() for thread in asked)
+        got = program.train(sizes, room.step)
+        following.settle()
+        program.train(sizes, room.step)
+        assert room.report().planner == "auto"
+        assert any("planned in a thread" in name for name in room.report().fallbacks) == killed
+        assert any(thread is not threading.main_thread() for thread in asked) == killed
+    assert child.poll() is not None
+    plain.train(sizes[:14])
+    assert_equal(got, plain.train(sizes))
+
+
 def test_small_inputs_pay_nothing_for_large_ones() -> None:
     """A plan for a small input keeps what the plan for the largest one cannot."""
     program = Program("short")

@@ -140,6 +140,7 @@ class CudaDevice:
     has_cap = True
     leaves_hooks_out = True
     answers_later = True
+    plans_apart = True
     granularity_bytes = 512
     smallest_swap_bytes = 1024 * 1024  # a 64 KiB copy reached 0.6 GB/s, a 1 MiB copy 49 of 55
 

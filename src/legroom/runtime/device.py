@@ -57,6 +57,7 @@ class Device(Protocol):
     # than planned, so only where a cap watches over it.
     leaves_hooks_out: bool
     answers_later: bool  # whether fingerprints arrive some time after they are asked for
+    plans_apart: bool  # whether plans are made in another process while the program trains
 
     def rounded(self, nbytes: int) -> int: ...
     def alive_bytes(self) -> int | None: ...
@@ -137,6 +138,7 @@ class CpuDevice:
     has_cap = False
     leaves_hooks_out = False
     answers_later = False
+    plans_apart = False  # what computes here needs the cores
 
     def __init__(self, spill_dir: str | None = None) -> None:
         self.spill = SpillFile(spill_dir)

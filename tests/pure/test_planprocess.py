@@ -1,0 +1,234 @@
+"""The planning process: real ones, asked what is right and what is not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom import traceio
+from legroom.errors import BudgetError, LegroomError, PlanError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS
+from legroom.ir import Trace
+from legroom.plan import Plan
+from legroom.planners import PLANNERS, quick
+from legroom.planners.auto import Auto
+from legroom.planners.capuchin import Capuchin
+from legroom.planprocess import PlanProcess, ProcessError, _read_answer, can_be_sent, serve
+from legroom.schedule import check_schedule, lower
+
+H200 = PRESETS["h200"]
+WAIT_SECONDS = 60.0
+
+
+def load(name: str) -> Trace:
+    return traceio.load(Path(__file__).parents[1] / "traces" / f"{name}.json.gz")
+
+
+def half_way(trace: Trace) -> int:
+    return (floor_bytes(trace) + trace.peak_bytes) // 2
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PlanProcess]:
+    process = PlanProcess()
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("name", ["squeezenet", "lstm"])
+@pytest.mark.parametrize("planner", [quick(Auto()), replace(Auto(), evaluations=500, bound=False), Capuchin()])
+def test_the_same_plan_as_without_a_process(process: PlanProcess, name: str, planner: Any) -> None:
+    trace = load(name)
+    budget = half_way(trace)
+    plan, schedule = process.plan(planner, trace, H200, budget)
+    assert plan == planner(trace, H200, budget)
+    assert schedule == lower(trace, plan, H200)
+    assert check_schedule(trace, schedule) <= budget
+
+
+def test_knobs_arrive(process: PlanProcess) -> None:
+    trace = load("vgg16")
+    notes = [process.plan(Auto(evaluations=n, bound=False), trace, H200, half_way(trace))[0].notes for n in (60, 900)]
+    assert notes[0] != notes[1]
+
+
+def test_a_budget_below_the_floor_is_told_with_its_numbers(process: PlanProcess) -> None:
+    trace = load("squeezenet")
+    with pytest.raises(BudgetError) as caught:
+        process.plan(quick(Auto()), trace, H200, 1000)
+    assert (caught.value.budget_bytes, caught.value.floor_bytes) == (1000, floor_bytes(trace))
+    assert process.plan(quick(Auto()), trace, H200, half_way(trace))  # and it goes on
+
+
+def test_a_planner_that_fails_says_why(process: PlanProcess) -> None:
+    with pytest.raises(PlanError, match="TypeError"):
+        process.plan(Auto(evaluations="many"), load("lstm"), H200, half_way(load("lstm")))  # type: ignore[arg-type]
+
+
+def test_which_planners_can_be_sent() -> None:
+    assert all(map(can_be_sent, PLANNERS.values()))
+    assert not can_be_sent(lambda *_: None)  # type: ignore[arg-type,return-value]
+
+    class Mine(Auto):
+        def __call__(self, *_: Any) -> Plan:
+            raise AssertionError
+
+    assert not can_be_sent(Mine())
+
+
+def test_a_process_that_was_killed_is_told() -> None:
+    process, trace = PlanProcess(), load("lstm")
+    process.plan(quick(Auto()), trace, H200, half_way(trace))
+    assert process._child is not None
+    process._child.kill()
+    for _ in range(2):
+        with pytest.raises(ProcessError):
+            process.plan(quick(Auto()), trace, H200, half_way(trace))
+    process.close()
+
+
+def test_a_python_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for executable in ("", "/nowhere/python", "/bin/false"):
+        monkeypatch.setattr(sys, "executable", executable)
+        process = PlanProcess()
+        with pytest.raises(ProcessError):
+            process.plan(quick(Auto()), load("lstm"), H200, 2**30)
+        process.close()
+
+
+def test_closing_does_not_wait_for_a_plan() -> None:
+    process, trace, caught = PlanProcess(), load("gpt"), []
+
+    def ask() -> None:
+        try:
+            process.plan(Auto(evaluations=10**7), trace, H200, half_way(trace))
+        except ProcessError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while process._child is None:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    child, began = process._child, time.monotonic()
+    process.close()
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive() and caught
+    assert child.poll() is not None and time.monotonic() - began < 5.0
+    with pytest.raises(ProcessError):  # and none is started again
+        process.plan(quick(Auto()), trace, H200, half_way(trace))
+
+
+def test_it_ends_with_the_program() -> None:
+    """Which may be killed, and then closes nothing."""
+    code = """
+        import os, sys
+        from legroom import traceio
+        from legroom.hardware import PRESETS
+        from legroom.planners.auto import Auto
+        from legroom.planprocess import PlanProcess
+        trace, process = traceio.load(sys.argv[1]), PlanProcess()
+        process.plan(Auto(evaluations=50, bound=False), trace, PRESETS["h200"], trace.peak_bytes * 9 // 10)
+        print(process._child.pid, flush=True)
+        os._exit(0)
+    """
+    trace = str(Path(__file__).parents[1] / "traces" / "lstm.json.gz")
+    run = [sys.executable, "-c", textwrap.dedent(code), trace]
+    pid = int(subprocess.run(run, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True).stdout)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_it_loads_no_torch_and_minds_no_module_of_that_name_nearby(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('not this one')")
+    code = "import sys, legroom.planprocess; print('torch' in sys.modules)"
+    run = [sys.executable, "-c", code]
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        run, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def answers_to(*lines: str) -> list[dict[str, Any]]:
+    out = io.StringIO()
+    serve(io.StringIO("".join(line + "\n" for line in lines)), out)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+QUESTION = {"kind": "plan question", "version": 1, "planner": "none", "knobs": {}, "budget_bytes": 2**40}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"planner": "nobody"}, "planner: expected one of"),
+        ({"planner": 3}, "planner: expected one of"),
+        ({"knobs": {"speed": 1}}, "speed"),
+        ({"knobs": None}, "knobs"),
+        ({"budget_bytes": -1}, "budget_bytes"),
+        ({"budget_bytes": "all"}, "budget_bytes"),
+        ({"trace": "{}"}, "trace"),
+        ({"trace": "not JSON"}, "not readable as JSON"),
+        ({"hardware": "[]"}, "hardware"),
+        ({"version": 2}, "version 2"),
+        ({"kind": "plan"}, "kind"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: str) -> None:
+    from legroom import hardware
+
+    good = {**QUESTION, "trace": traceio.to_json(load("lstm")), "hardware": hardware.to_json(H200)}
+    bad, fine = answers_to(json.dumps(good | changed), json.dumps(good))
+    assert said in bad["error"] and not bad["plan"] and not bad["schedule"]
+    assert fine["error"] == "" and fine["plan"]
+
+
+def test_lines_that_are_no_questions() -> None:
+    for line in ("", "{", "null", "[1]", "{}", "\x00", '{"kind":"plan question","version":1}'):
+        (answer,) = answers_to(line)
+        assert answer["error"]
+
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ANSWER = ("error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule")
+
+
+@given(st.dictionaries(st.sampled_from(ANSWER), json_values) | json_values)
+@settings(max_examples=200, deadline=None)
+def test_answers_that_are_none(value: Any) -> None:
+    """Whatever the process says, it is a plan or one of our errors."""
+    if isinstance(value, dict):
+        base = {"error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0, "plan": "", "schedule": ""}
+        value = {"kind": "plan answer", "version": 1, **base, **value}
+    with pytest.raises(LegroomError):
+        _read_answer(json.dumps(value))
