@@ -303,6 +303,7 @@ class Model:
     errors: Floats  # rows: samples, columns: peaks by tick, the head's last; real less predicted
     residual: float  # the largest of them, as a share of the sample's peak
     spare: int  # samples beyond what a full quadratic takes
+    storage_error_bytes: float  # the largest of any storage's size
 
     @property
     def reserve_bytes(self) -> int:
@@ -375,4 +376,5 @@ def learn(
         errors=off,
         residual=float((np.abs(off).max(axis=1) / np.maximum(peaks, 1)).max()),
         spare=len(features) - len(basis.nested[2]),
+        storage_error_bytes=float(np.abs(found.errors[:, where[:storages]]).max(initial=0.0)),
     )

@@ -407,7 +407,7 @@ class Following:
             if decisions is not None:
                 trace = with_numbers(course.model.template, numbers)
                 plan = Plan(decisions, signature(trace), AT_ONCE, target, 0, 0.0, ())
-                return self._laid_out(trace, plan, reserve)
+                return self._laid_out(trace, plan, reserve, sizes_fit=course.model.sizes_are_sure())
         floor = floor_bytes(with_numbers(course.model.template, numbers)) + more_bytes
         ran = any(covers(other, features) for other in course.ran)
         if course.refuses and floor - reserve > self._budget_bytes * CERTAIN and not ran:
@@ -429,11 +429,13 @@ class Following:
         peak = self._responsive(course).peak_bytes(course.model.predict(features), rung.plan.decisions)
         return peak + course.model.reserve_bytes()
 
-    def _laid_out(self, trace: Trace, plan: Plan, reserve_bytes: int, schedule: Schedule | None = None) -> Rung:
+    def _laid_out(
+        self, trace: Trace, plan: Plan, reserve_bytes: int, schedule: Schedule | None = None, *, sizes_fit: bool
+    ) -> Rung:
         if schedule is None:
             schedule = lower(trace, plan, self._hardware())
         peak = check_schedule(trace, schedule)
-        program = Program(trace, schedule, reserve_bytes=reserve_bytes)
+        program = Program(trace, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._device.prepare([trace.storages[storage].nbytes for storage in swapped])
         return Rung(trace, plan, schedule, program, peak)
@@ -448,7 +450,7 @@ class Following:
             return
         sizes = [size for size in dict.fromkeys((goal, features)) if model.knows(size)]
         course.asked.add(sizes[0])
-        template, reserve = model.template, model.reserve_bytes()
+        template, reserve, sure = model.template, model.reserve_bytes(), model.sizes_are_sure()
         at = [(size, model.predict(size)) for size in sizes]
         target, version = self._usable_bytes() - reserve, course.version
 
@@ -459,7 +461,7 @@ class Following:
                     plan, schedule = self._made_in_background(trace, target)
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
-                rung = self._laid_out(trace, checked(trace, plan), reserve, schedule)
+                rung = self._laid_out(trace, checked(trace, plan), reserve, schedule, sizes_fit=sure)
                 if rung.peak_bytes > self._budget_bytes - reserve:
                     raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
                 self._arrived.append((course, version, size, rung))

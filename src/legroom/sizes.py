@@ -120,6 +120,7 @@ class _Sample:
     numbers: Numbers
     least_peak_bytes: Ints  # by tick, the head's last
     steps: int
+    alike: bool = True  # whether every storage had the same size in all of them
 
     def joined(self, other: Numbers) -> _Sample:
         mine = self.numbers
@@ -134,6 +135,7 @@ class _Sample:
             ),
             np.minimum(self.least_peak_bytes, _peaks(other)),
             self.steps + 1,
+            self.alike and np.array_equal(mine.nbytes, other.nbytes),
         )
 
 
@@ -229,6 +231,14 @@ class SizeModel:
     def _reserve(self) -> int:
         spread = max((int((_peaks(s.numbers) - s.least_peak_bytes).max()) for s in self._samples.values()), default=0)
         return max([spread, *(model.reserve_bytes for model in self._trusted())]) if self.samples > 1 else spread
+
+    def sizes_are_sure(self) -> bool:
+        """Whether all storages were as large as the input's size says, in every sample. Peaks may be less certain: they
+        depend on what libraries take for themselves, too."""
+        if not all(sample.alike for sample in self._samples.values()):
+            return False
+        most = ROUNDINGS * self.granularity_bytes
+        return self.samples < 2 or all(model.storage_error_bytes <= most for model in self._trusted())
 
     def residual(self) -> float:
         """The largest error of a predicted peak, as a share of the step's; 1.0 as long as there is nothing to tell."""

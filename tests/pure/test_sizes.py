@@ -252,6 +252,22 @@ def test_sizes_that_depend_on_the_content_are_held_in_reserve() -> None:
         model.add((n,), step((n,), proposals(70)))
     assert model.residual() == 0  # of the largest seen
     assert model.reserve_bytes() == 20_000
+    assert not model.sizes_are_sure()
+
+
+def test_sizes_may_be_sure_where_peaks_are_not() -> None:
+    """Libraries take memory for themselves, by rules of their own."""
+    model, wrong = SizeModel(), SizeModel()
+    for place, n in enumerate((52, 107, 137, 80, 121)):
+        trace = step((n,), BERT)
+        ticks = tuple(
+            dataclasses.replace(tick, peak_bytes=tick.peak_bytes + 5000 * (place % 2)) for tick in trace.ticks
+        )
+        model.add((n,), dataclasses.replace(trace, ticks=ticks))
+        first = dataclasses.replace(trace.storages[0], nbytes=trace.storages[0].nbytes + 5000 * (place % 2))
+        wrong.add((n,), dataclasses.replace(trace, storages=(first, *trace.storages[1:])))
+    assert model.reserve_bytes() > 0 and model.sizes_are_sure()
+    assert not wrong.sizes_are_sure()
 
 
 def test_samples_of_the_same_input_share_their_times() -> None:

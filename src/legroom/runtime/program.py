@@ -73,7 +73,8 @@ class Program:
     """A schedule laid out for running: made once for each plan, used by every step.
 
     reserve_bytes: where it is given, smaller tensors than the trace has are as good, and larger ones as long as they
-    are together larger by no more than this. spacers: blocks that keep the free memory in one piece.
+    are together larger by no more than this. sizes_fit: whether sizes were those of the trace wherever it was looked.
+    spacers: blocks that keep the free memory in one piece.
     """
 
     def __init__(
@@ -82,10 +83,12 @@ class Program:
         schedule: Schedule,
         *,
         reserve_bytes: int | None = None,
+        sizes_fit: bool = True,
         spacers: Sequence[Spacer] = (),
     ) -> None:
         self.trace = trace
         self.reserve_bytes = reserve_bytes
+        self._sizes_fit = sizes_fit
         self.idle = not schedule.instructions
         self.spacers = tuple(spacers)
         self._instructions: dict[int, list[Instruction | TakeSpacer | EndSpacer]] = {}
@@ -211,7 +214,7 @@ class Program:
         if self.reserve_bytes is None:
             return True
         last = max((tick.op for tick in self.trace.ticks if tick.kind == "pack"), default=0)
-        return not self.reserve_bytes and not any(_opname(op.name) in _BY_CONTENT for op in self.trace.ops[:last])
+        return self._sizes_fit and not any(_opname(op.name) in _BY_CONTENT for op in self.trace.ops[:last])
 
     def learn_anew(self) -> None:
         """The calls were others than those that were learned."""
