@@ -7,6 +7,7 @@ import gc
 import itertools
 import mmap
 import os
+import random
 import threading
 import weakref
 from collections.abc import Iterator
@@ -174,6 +175,39 @@ def test_any_sequence_of_calls(actions: list[tuple[str, object]], limit_bytes: i
         pool.settle()
         assert pool.total_bytes == memory.given_bytes
     assert memory.given == {}
+
+
+@given(st.lists(st.lists(SIZES, max_size=8), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_what_was_prepared_for_never_waits(plans: list[list[int]], draw: random.Random) -> None:
+    """Plans take turns: each finds a buffer for every copy, in any order, and those of one do for the others."""
+    memory = PlainMemory()
+    with pool_of(memory, 64 * MIB) as pool:
+        for sizes in plans:
+            pool.prepare(sizes)
+        pool.settle()
+        for sizes in (draw.choice(plans) for _ in range(6)):
+            buffers = [taken(pool, nbytes) for nbytes in draw.sample(sizes, len(sizes))]
+            for buffer in buffers:
+                pool.give_back(buffer)
+        assert pool.allocated_in_step == 0
+        pool.trim(plans[0])
+        pool.settle()
+        for nbytes in plans[0]:
+            taken(pool, nbytes)
+        assert pool.allocated_in_step == 0
+
+
+def test_buffers_of_a_large_input_do_for_smaller_ones(memory: PlainMemory) -> None:
+    with pool_of(memory, 64 * MIB) as pool:
+        pool.prepare([MIB] * 4 + [256 * KIB] * 4)
+        pool.settle()
+        held = memory.given_bytes
+        pool.prepare([900 * KIB] * 3 + [600 * KIB] + [200 * KIB] * 4)
+        pool.settle()
+        assert memory.given_bytes == held
+        pool.prepare([900 * KIB] * 5)
+        pool.settle()
+        assert held < memory.given_bytes < held + MIB
 
 
 def test_a_buffer_comes_back_with_the_event_of_its_last_use(memory: PlainMemory) -> None:

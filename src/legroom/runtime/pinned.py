@@ -18,7 +18,7 @@ import mmap
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -96,6 +96,7 @@ def pages(nbytes: int) -> torch.Tensor:
     return tensor
 
 
+MOST_LARGER = 2  # a buffer that a copy takes in place of one of its own size
 _Request = tuple[int, Future[Buffer | None] | None]  # a size class, and who waits for it; None: nobody yet
 
 
@@ -135,17 +136,18 @@ class PinnedPool:
             self._free.setdefault(buffer.nbytes, deque()).append(buffer)
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Get buffers for copies of these sizes at once, in the background, as far as the limit allows."""
-        wanted = Counter(map(size_class, sizes))
+        """Get buffers for copies of these sizes at once, in the background, as far as the limit allows and where there
+        are none that a take would accept."""
         with self._lock:
-            wanted -= self._reserved + Counter(size for size, answer in self._requests if answer is None)
-            self._requests.extend((size, None) for size in wanted.elements())
-        for _ in wanted.elements():
+            owned = self._reserved + Counter(size for size, answer in self._requests if answer is None)
+            wanted = [size for size, buffer in served(map(size_class, sizes), owned) if buffer is None]
+            self._requests.extend((size, None) for size in wanted)
+        for _ in wanted:
             self._thread.submit(self._serve)
 
     def trim(self, sizes: Iterable[int]) -> None:
         """Give back, in the background, what copies of these sizes at once do not need."""
-        self._thread.submit(self._trim, Counter(map(size_class, sizes)))
+        self._thread.submit(self._trim, list(map(size_class, sizes)))
 
     def settle(self) -> None:
         """Wait for what `prepare` and `trim` began."""
@@ -167,7 +169,7 @@ class PinnedPool:
     def _take_otherwise(self, size: int) -> Buffer | None:
         if self._closed:
             raise DeviceError(CLOSED)
-        if buffer := self._pop_larger(size, 2 * size):
+        if buffer := self._pop_larger(size, MOST_LARGER * size):
             return buffer
         if not self._reserve(size):
             if buffer := self._pop_larger(size, self.limit_bytes):
@@ -251,13 +253,31 @@ class PinnedPool:
         self._owned.add(buffer)
         return buffer
 
-    def _trim(self, needed: Counter[int]) -> None:
+    def _trim(self, sizes: list[int]) -> None:
         with self._lock:
+            needed = Counter(buffer or size for size, buffer in served(sizes, self._reserved))
             surplus = self._reserved - needed
         for size, count in surplus.items():
             for _ in range(count):
                 if buffer := self._pop(size):
                     self._discard(buffer)
+
+
+def served(sizes: Iterable[int], owned: Mapping[int, int]) -> Iterator[tuple[int, int | None]]:
+    """For each size class that is asked for, the class of a buffer that serves it, or None.
+
+    Plans for inputs of many sizes take turns, and the buffers of the largest do for all of them. The largest requests
+    choose first; takes come in another order, and find a buffer all the same: each takes the smallest that there is,
+    so what it takes from a larger request leaves that one a larger buffer.
+    """
+    left = Counter({size: count for size, count in owned.items() if count > 0})
+    for size in sorted(sizes, reverse=True):
+        found = min((other for other in left if size <= other <= MOST_LARGER * size), default=None)
+        if found is not None:
+            left[found] -= 1
+            if not left[found]:
+                del left[found]
+        yield size, found
 
 
 def _free_buffer(memory: Memory, buffer: Buffer) -> None:
