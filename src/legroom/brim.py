@@ -14,7 +14,7 @@ SHARES = (0.97, 0.95, 0.935, 0.92, 0.90, 0.86, 0.82, 0.78, 0.74, 0.70)
 UNARRANGED = 0.90  # without an arrangement at most: under a plan for 0.97 pieces were too small by 0.05 GiB of 17
 # Memory is mapped 20 MiB at a time, and what is mapped in part cannot be given back: in small budgets a few such pieces
 # are more than a tenth. 95 MiB of 718 were lost to them in a step that ran out of memory.
-_LEAST_FREE_BYTES, _LEAST_SHARE = 128 * 2**20, 0.8  # free under the first plan; where that is too much, its share
+_LEAST_FREE_BYTES, _LEAST_SHARE = 148 * 2**20, 0.8  # free under the first plan; where that is too much, its share
 _LOOK_AFTER = 3  # steps of a plan: the first two find what the plan before left, and rearrange it
 
 

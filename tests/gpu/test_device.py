@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -402,7 +403,7 @@ def test_the_cap_is_exact_and_the_one_before_comes_back(device: CudaDevice) -> N
     torch.cuda.set_per_process_memory_fraction(0.9)
     try:
         reserved = torch.cuda.memory_reserved()
-        device.set_cap(reserved + 100 * MIB)  # segments grow by 20 MiB: five of them fit, to the byte
+        device.set_cap(reserved + 104 * MIB)  # segments grow by 20 MiB: five of them fit, to the byte, and small ones
         held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
@@ -411,6 +412,22 @@ def test_the_cap_is_exact_and_the_one_before_comes_back(device: CudaDevice) -> N
         assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.9, abs=1e-6)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("request_mib", [11, 34, 50, 92])
+@pytest.mark.parametrize("room_mib", [100, 117, 139, 260])
+def test_pages_that_are_mapped_stay_below_the_cap(device: CudaDevice, room_mib: int, request_mib: int) -> None:
+    torch.cuda.empty_cache()
+    cap = torch.cuda.memory_reserved() + room_mib * MIB
+    held = [torch.empty(64, device="cuda")]  # a small one, in a segment of its own kind
+    device.set_cap(cap)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while len(held) < 50:
+            device.keep_cap()
+            held.append(torch.empty(request_mib * MIB, dtype=torch.uint8, device="cuda"))
+    assert len(held) < 50
+    assert cap - (request_mib + 44) * MIB < torch.cuda.memory_reserved() <= cap
+    device.set_cap(None)
 
 
 HOLDER = "import sys, torch; x = torch.zeros(2**30, device='cuda', dtype=torch.uint8); print('up', flush=True); input()"
