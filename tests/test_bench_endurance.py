@@ -1,0 +1,95 @@
+"""Small budgets and many steps: the verdicts, bad input, and a run of it on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import budget, endurance
+from bench.rows import Results, Row, read, write
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+RUN = {"command": "python bench/endurance.py", "torch": "2.13.0"}
+PEERS = Results(
+    (RUN,),
+    (
+        Row("vit", "plain", "ok", allocated_bytes=10 * GIB, reserved_bytes=10 * GIB),
+        Row("vit", "checkpoint", "ok", cap_bytes=4 * GIB, allocated_bytes=3 * GIB),
+    ),
+)
+GOOD = Row(
+    "vit", "legroom@smallest", "ok", cap_bytes=2 * GIB, steps=1000, allocated_bytes=GIB, reserved_bytes=2 * GIB
+)  # fmt: skip
+
+
+def words(row: Row) -> list[str]:
+    return [verdict.word for verdict in endurance.verdicts(Results((RUN,), (row,)), PEERS)]
+
+
+def test_everything_is_met_where_it_is() -> None:
+    assert words(GOOD) == ["met"] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"cap_bytes": 3 * GIB}, ["missed", "met", "met"]),
+        ({"reserved_bytes": 2 * GIB + 1}, ["met", "missed", "met"]),
+        ({"steps": 999}, ["met", "met", "not measured"]),
+        ({"status": "oom"}, ["not measured", "not measured", "missed"]),
+        ({"status": "timeout"}, ["not measured", "not measured", "not measured"]),
+        ({"contender": "legroom@25%"}, ["not measured", "met", "met"]),
+        ({"workload": "gpt"}, ["not measured", "met", "met"]),
+    ],
+)
+def test_each_claim_can_be_missed(fields: dict[str, Any], expected: list[str]) -> None:
+    row = replace(GOOD, **fields)
+    assert words(row) == expected
+    assert endurance.page(Results((RUN,), (row,)), PEERS).count("\n") > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--only", "nobody"), "no workload 'nobody'"),
+        (("--budgets", "half"), "expected smallest or a share such as 25%, got 'half'"),
+        (("--budgets", "25%,101%"), "got '101%'"),
+        (("--steps", "0"), "expected a whole number of at least 1, got '0'"),
+        (("--at-once", "x"), "got 'x'"),
+        (("--budget", "nowhere.json"), "cannot be read"),
+        (("--render", "nowhere.json"), "cannot be read"),
+    ],
+)
+def test_nonsense_is_refused_in_a_line(arguments: tuple[str, str], said: str) -> None:
+    command = [sys.executable, str(ROOT / "bench" / "endurance.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_workload_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "budget.json", PEERS)
+    with pytest.raises(endurance.LegroomError, match="no plain peak of 'gpt'"):
+        endurance.main(["--only", "gpt", "--budget", str(tmp_path / "budget.json"), "--json", str(tmp_path / "e.json")])
+    assert not (tmp_path / "e.json").exists()
+
+
+def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known, found = str(tmp_path / "budget.json"), tmp_path / "endurance.json"
+    common = ["--device", "cpu", "--commit", "abc"]
+    budget.main(["--workloads", "tiny", "--contenders", "plain", "--steps", "3", "--json", known, *common])
+    arguments = ["--only", "tiny", "--budgets", "smallest,50%", "--steps", "6", "--at-once", "2", *common]
+    assert endurance.main([*arguments, "--budget", known, "--json", str(found)]) == 0
+    rows = read(found).of("tiny")
+    assert {name: row.status for name, row in rows.items()} == {"legroom@smallest": "ok", "legroom@50%": "ok"}
+    assert all(row.steps == 6 and 0 < row.allocated_bytes <= row.cap_bytes for row in rows.values())
+    assert rows["legroom@smallest"].cap_bytes < rows["legroom@50%"].cap_bytes
+    assert "all steps ran" in found.with_suffix(".md").read_text()
+    assert endurance.main([*arguments, "--limit", "0", "--budget", known, "--json", str(tmp_path / "l.json")]) == 0
+    assert {row.status for row in read(tmp_path / "l.json").rows} == {"skipped"}
+    assert "all steps ran" in capsys.readouterr().out
