@@ -62,7 +62,7 @@ for nbytes in {sizes}:
     words = flat[: whole * 8].view(torch.int64)
     hashing._hash_reference(words, flat[whole * 8 :], sums[0])
     grid = (triton.cdiv(whole + 1, 4096),)
-    hashing._hash_kernel[grid](words, flat, sums[1], whole, nbytes, *hashing._signed(), BLOCK=4096)
+    hashing._hash_kernel[grid](words, flat, sums[1], whole, whole * 8, nbytes, *hashing._signed(), BLOCK=4096)
     assert torch.equal(*sums), (nbytes, sums)
 print("same")
 """

@@ -127,7 +127,9 @@ def _add_hash(storage: torch.UntypedStorage, sums: torch.Tensor) -> None:
         return
     words = flat[: whole * 8].view(torch.int64)
     if triton is not None and storage.device.type == "cuda":
-        _hash_kernel[(triton.cdiv(whole + 1, 4096),)](words, flat, sums, whole, nbytes, *_signed(), BLOCK=4096)
+        # The place of the rest is worked out here: there, it would be in 32 bits, which 2 GiB do not fit into.
+        grid = (triton.cdiv(whole + 1, 4096),)
+        _hash_kernel[grid](words, flat, sums, whole, whole * 8, nbytes, *_signed(), BLOCK=4096)
     else:
         _hash_reference(words, flat[whole * 8 :], sums)
 
@@ -171,13 +173,13 @@ if triton is not None:
 
     @triton.jit
     def _hash_kernel(  # type: ignore[no-untyped-def]
-        words, flat, sums, whole, nbytes, seed_0, seed_1, BLOCK: tl.constexpr
+        words, flat, sums, whole, rest_at, nbytes, seed_0, seed_1, BLOCK: tl.constexpr
     ):
         position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         word = tl.load(words + position, mask=position < whole, other=0)
         # What is left behind the last whole word makes a word of its own, filled up with zeros.
         place = tl.arange(0, 8).to(tl.int64)
-        rest = tl.load(flat + whole * 8 + place, mask=whole * 8 + place < nbytes, other=0)
+        rest = tl.load(flat + rest_at + place, mask=rest_at + place < nbytes, other=0)
         tail = tl.sum(rest.to(tl.int64) << (place * 8), axis=0)
         word = tl.where(position == whole, tail, word)
         for i in tl.static_range(2):
