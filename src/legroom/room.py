@@ -201,9 +201,11 @@ class Room:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan is the one that stays, unless the step changes."""
+        """Whether the plan is the one that stays, unless the step changes, and its pace is known."""
         if self._following is not None or self._program is None or not self._steady:
             return False
+        if self._pace.timing and not (self.timeline is not None and self._pace.hear(self.timeline.seconds)):
+            return False  # what the report predicts would be by the pace of the plan before
         waits_for_host = any(astuple(self._hardware().host)) and not self._program.idle
         return not waits_for_host or (self._host_fits >= MOST_HOST_FITS and self._before is None)
 

@@ -71,6 +71,11 @@ def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: py
                 break
         assert room.settled
         fallbacks = room.report().fallbacks
+        # By the pace of the plan that stays, not of the one that was tried last; steps here take what no step does.
+        assert room.timeline is not None
+        expected = min(0.5 if stays == "first" else second_seconds, 3.0 * room.timeline.seconds)
+        assert not room._pace.timing
+        assert room.report().predicted_step_seconds == pytest.approx(expected, rel=0.03)
     assert "second" in names
     assert names[-1] == stays
     assert ("the plan before was faster: back to it" in fallbacks) == (stays == "first")

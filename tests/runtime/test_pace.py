@@ -156,3 +156,27 @@ def test_a_step_that_failed_is_not_part_of_the_next() -> None:
     clock.reached = clock.now
     assert pace.hear(0.1)
     assert pace.factor == pytest.approx(1.0)
+
+
+def test_whether_a_plan_is_still_being_timed() -> None:
+    pace, clock = Pace(), Clock()
+    assert not pace.timing  # there is no plan
+    pace.new_plan()
+    run(pace, clock, [0.12] * TIMED_STEPS)
+    pace.hear(0.1)
+    assert pace.timing  # nothing has arrived
+    clock.reached = clock.now
+    assert pace.hear(0.1) and not pace.timing
+    pace.new_plan()
+    assert pace.timing
+
+
+def test_nothing_is_timed_on_a_device_without_a_clock() -> None:
+    class Clockless(Clock):
+        def stamp(self) -> None:  # type: ignore[override]
+            return None
+
+    pace = Pace()
+    pace.new_plan()
+    pace.begin(Clockless())  # type: ignore[arg-type]
+    assert not pace.timing

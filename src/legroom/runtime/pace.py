@@ -37,6 +37,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.factor = 1.0
+        self.timing = False  # whether the factor is still that of the plan before
         self.starved = True  # whether the device had to wait for the host, as far as is known
         self._clock = clock
         self._zero: _Mark | None = None  # when the device was not behind
@@ -50,6 +51,7 @@ class Pace:
     def new_plan(self) -> None:
         """Time again. Until then the factor of the plan before is the best guess."""
         self._rounds = 1
+        self.timing = True
         self._time_again()
 
     def _time_again(self) -> None:
@@ -65,6 +67,7 @@ class Pace:
                 device.drain()
                 stamp = device.stamp()
                 self._zero = _Mark(stamp, self._clock()) if stamp is not None else None
+                self.timing = self.timing and stamp is not None
             self._marks = []
             self.mark(device)
 
@@ -99,6 +102,7 @@ class Pace:
                 self._rounds += 1
                 self._time_again()
                 return False
+            self.timing = False
             self.factor = min(max(median / simulated_seconds, _LEAST), _MOST)
             # Of most steps: one that is measured, or checks a replay, stops the device and the host gets ahead anew.
             self.starved = statistics.median(self._behind) < median * _AHEAD
