@@ -299,7 +299,7 @@ class Following:
         way.courses.served(course.structure)
         self._ask_for_better(course, features, edge, rung)
         self.rung = rung
-        roomy = rung.peak_bytes + more_bytes <= self._budget_bytes * ROOMY
+        roomy = rung.peak_bytes + more_bytes <= self._roomy_bytes()
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
         self._teach(rung.program, course.lesson, may_switch=len(way.courses) > 1 or not call.tells_all)
@@ -379,7 +379,11 @@ class Following:
             numbers = course.model.predict(call.features)
             peak = max(numbers.head_peak_bytes, int(numbers.peak_bytes.max(initial=0)))
             course.remember_peak((call.features, ()), peak)
-        return peak + course.model.reserve_bytes() + more_bytes <= self._budget_bytes * ROOMY
+        return peak + course.model.reserve_bytes() + more_bytes <= self._roomy_bytes()
+
+    def _roomy_bytes(self) -> float:
+        """What a step may take that nothing watches over: what it has in pieces is for nobody to arrange."""
+        return min(self._budget_bytes * ROOMY, self._usable_bytes())
 
     def _for_all_met(self, course: Course, features: Features, more_bytes: int) -> tuple[Features, Rung] | None:
         """A plan for the largest input so far: it serves all others until better ones are made in the background.
@@ -401,8 +405,10 @@ class Following:
     def _made_at_once(self, course: Course, features: Features, more_bytes: int) -> Rung | None:
         numbers = course.model.predict(features)
         reserve = course.model.reserve_bytes()
-        # Near the floor a plan without anything in reserve is better than none.
-        for target in (self._usable_bytes() - reserve - more_bytes, self._budget_bytes - more_bytes):
+        # Near the floor a plan without anything in reserve is better than none, and one with a little better than that.
+        usable, budget = self._usable_bytes(), self._budget_bytes
+        for most in dict.fromkeys((usable - reserve, usable, (usable + budget) // 2, budget)):
+            target = most - more_bytes
             decisions = self._responsive(course).decide(numbers, target)
             if decisions is not None:
                 trace = with_numbers(course.model.template, numbers)

@@ -630,6 +630,17 @@ def test_steps_that_fit_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [step.course for step in followed.steps][-10:] == ["left alone"] * 10
 
 
+def test_steps_that_nearly_fill_the_budget_are_not_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap counts what is reserved, and what lies free in pieces is reserved, too."""
+    monkeypatch.setattr(legroom.room, "open_device", lambda *_: Capped())
+    program = Program("short")
+    with legroom.fit(program.model, program.optimizer, budget=int(limits("short")[1] / 0.9)) as room:
+        program.train([*program.sizes(14), program.high, program.high, program.low], room.step)
+        followed = room.report().followed
+        assert followed is not None
+        assert [step.course for step in followed.steps][-3:] == ["planned", "planned", "left alone"]
+
+
 def test_calls_are_alike_where_only_sizes_differ() -> None:
     def call(value: object) -> Any:
         return call_of((signature_of(value),), "cpu")
