@@ -148,8 +148,15 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def table(results: Results, peers: Results) -> str:
-    lines = [_cells(row) for row in results.rows]
-    return "\n".join([tables.text(_HEAD, lines, words=_WORDS), "", *map(str, verdicts(results, peers))])
+    return "\n".join([tables.text(_HEAD, _lines(results), words=_WORDS), "", *map(str, verdicts(results, peers))])
+
+
+def _lines(results: Results) -> list[tuple[str, ...]]:
+    lines = []
+    for row in results.rows:
+        *cells, notes = _cells(row)
+        lines.append((*cells, f"run {row.run}; {notes}".rstrip("; ") if len(results.runs) > 1 else notes))
+    return lines
 
 
 def page(results: Results, peers: Results) -> str:
@@ -157,7 +164,7 @@ def page(results: Results, peers: Results) -> str:
     for number, run in enumerate(results.runs):
         out.append(f"Run {number}: " + ", ".join(f"{key} {value}" for key, value in run.items() if key != "command"))
         out.append(f"```console\n$ {run.get('command', '')}\n```")
-    out.append(tables.markdown(_HEAD, [_cells(row) for row in results.rows], words=_WORDS))
+    out.append(tables.markdown(_HEAD, _lines(results), words=_WORDS))
     out.append("## What must hold")
     lines = [(v.workload, v.claim, v.word if v.met else f"**{v.word}**", v.figures) for v in verdicts(results, peers)]
     out.append(tables.markdown(("model", "claim", "", "figures"), lines, words=(0, 1, 2, 3)))

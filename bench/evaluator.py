@@ -245,7 +245,9 @@ def lines(results: Results) -> Iterator[tuple[str, ...]]:
         for row in rows.values():
             # What is simulated of the plain step stands in the rows beside it.
             plain = row.contender == "plain" and planned
-            yield _cells(row, baseline_seconds=simulated_seconds(planned[0], "baseline_seconds") if plain else 0.0)
+            baseline = simulated_seconds(planned[0], "baseline_seconds") if plain else 0.0
+            *cells, notes = _cells(row, baseline_seconds=baseline)
+            yield (*cells, f"run {row.run}; {notes}".rstrip("; ") if len(results.runs) > 1 else notes)
 
 
 def _cells(row: Row, *, baseline_seconds: float = 0.0) -> tuple[str, ...]:
