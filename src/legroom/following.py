@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -51,6 +52,7 @@ CHECKS = frozenset(4**power for power in range(3, 20))
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
 MOST_DRIFTS = 3  # the same where plans follow the input: two of them may be one change for good
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
+GROWN = 1.01  # of what a plan is to take at most
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
 # Of the budget: where a reactive step stayed below, one that is no larger is not held against it. Such steps go one way
 # and then another: with four times as much it is still inside.
@@ -94,6 +96,7 @@ class Course:
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
     recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
     numbers: dict[object, int] = field(default_factory=dict)  # of recipes
+    all_hooks: bool = False  # whether all that is saved is looked at, whatever the samples say of sizes
 
     def forget_plans(self) -> None:
         self.version += 1
@@ -193,8 +196,9 @@ class Following:
 
     def close(self) -> None:
         self._closed = True
-        if self._apart is not None:
-            self._apart.close()
+        apart = self._apart
+        if apart is not None:
+            apart.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def settle(self) -> None:
@@ -302,7 +306,8 @@ class Following:
         roomy = rung.peak_bytes + more_bytes <= self._roomy_bytes()
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
-        self._teach(rung.program, course.lesson, may_switch=len(way.courses) > 1 or not call.tells_all)
+        every = len(way.courses) > 1 or not call.tells_all or course.all_hooks
+        self._teach(rung.program, course.lesson, every=every)
         new = self._unproven(course, features, rung.program)
         checks = new or rung.program.one_replayed(course.planned)
         measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
@@ -323,12 +328,22 @@ class Following:
             due=bool(new) and not late and self._device.answers_later,
             measure=measure,
             others=others,
+            at_backward=partial(self._look_at_level, course, rung, more_bytes) if rung.program.few_ticks else None,
         )
 
-    def _teach(self, program: Program, lesson: Lesson | None, *, may_switch: bool) -> None:
-        """What was learned of the calls at another size. may_switch: the step may turn out to be another one that is
-        known, which shows by what is saved: then every hook is needed."""
-        few = self._device.leaves_hooks_out and not may_switch
+    def _look_at_level(self, course: Course, rung: Rung, more_bytes: int) -> None:
+        """Where hooks are left out, a program that saves more than it did at this size is not seen to. It shows in what
+        is alive; from then on all that is saved is looked at."""
+        alive = self._device.alive_bytes()
+        most = (rung.peak_bytes + more_bytes + course.model.reserve_bytes()) * GROWN
+        if alive is not None and alive > most and not course.all_hooks:
+            course.all_hooks = True
+            self._setting.fallbacks["more was saved than at this size before: all of it is looked at from now on"] += 1
+
+    def _teach(self, program: Program, lesson: Lesson | None, *, every: bool) -> None:
+        """What was learned of the calls at another size. every: hook is needed, for the step may turn out to be another
+        one that is known, which shows by what is saved."""
+        few = self._device.leaves_hooks_out and not every
         if program.few_ticks is not None and not few and program.lesson is not None:
             program.learn(program.lesson, {}, may_leave_hooks_out=False)
         elif lesson is not None and program.learns and not program.learns_itself:
@@ -625,6 +640,8 @@ class Following:
         """A planned step ran out of memory: plan for less from now on."""
         if isinstance(inner, LeftAlone):
             self._may_idle = False
+        elif self._way is not None and self._way.course is not None:
+            self._way.course.all_hooks = True  # what is saved may be more than it was
         self.forget_plans()
 
     def forget_plans(self) -> None:

@@ -3,7 +3,7 @@
 A planner is Python code. In a thread it takes turns with the program's own code, which on a fast device is what the
 device waits for: on an H200, steps of a BERT-base took 102 ms in place of 53 while plans were made in the background.
 The process loads no torch. It is asked by lines of JSON and answers in the same way, with the plan and its schedule; it
-ends when its input does.
+ends when its input does, or when the program is gone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import queue
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import IO, Any
@@ -34,17 +36,27 @@ from legroom.schedule import Schedule, lower
 
 VERSION = 1
 Planner = Callable[[Trace, Hardware, int], Plan]
-_END_SECONDS = 2.0  # for a process whose input has ended
+HELLO = "legroom plans"  # before the first answer; whatever an installation prints when Python starts comes before it
+START_SECONDS = 60.0  # until then
+ANSWER_SECONDS = 600.0  # for one plan
+_END_SECONDS = 2.0  # for a process that was killed
+_LOOK_SECONDS = 5.0  # between two looks at whether the program is still there
 _NICE = 5  # the program that trains comes first
 
 
 class ProcessError(LegroomError):
-    """There is no such process, or it ended: plan in another way."""
+    """There is no such process, or it does not answer as it should: plan in another way."""
 
 
 def can_be_sent(planner: Planner) -> bool:
-    """Whether the process would know it: one of ours, whatever its knobs."""
-    return _name_of(planner) is not None
+    """Whether the process would know it: one of ours, with knobs that are plain values."""
+    if _name_of(planner) is None:
+        return False
+    knobs = asdict(planner)  # type: ignore[call-overload]
+    try:
+        return bool(json.loads(json.dumps(knobs)) == knobs)
+    except (TypeError, ValueError):
+        return False
 
 
 def _name_of(planner: Planner) -> str | None:
@@ -52,93 +64,143 @@ def _name_of(planner: Planner) -> str | None:
     return next((name for name, known in PLANNERS.items() if type(known) is kind), None)
 
 
+class _Child:
+    """The process, and a thread that reads what it says: nothing else can wait for a pipe, and not for too long."""
+
+    def __init__(self) -> None:
+        # What the program found its packages by, and not the folder it happens to be in.
+        path = os.pathsep.join(part for part in sys.path if isinstance(part, str) and part)
+        # Frozen into one file, a program is its own interpreter, and would be started once more.
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise ProcessError("there is no Python to start")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "legroom.planprocess"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            # An interrupt from the terminal is the program's to answer.
+            process_group=0 if os.name == "posix" else None,
+        )
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        assert self.process.stdout is not None
+        threading.Thread(target=_read, args=(self.process.stdout, self.lines), daemon=True).start()
+
+    def said(self, until: float) -> str:
+        """The next line; ProcessError where none comes."""
+        try:
+            line = self.lines.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise ProcessError("the planning process does not answer") from None
+        if not line.endswith("\n"):
+            raise ProcessError("the planning process ended without an answer")
+        return line
+
+    def end(self) -> None:
+        _end(self.process)
+
+
+def _read(pipe: IO[str], lines: queue.SimpleQueue[str]) -> None:
+    with contextlib.suppress(OSError, ValueError), pipe:
+        while line := pipe.readline(LARGEST_TEXT_BYTES):
+            lines.put(line)
+    lines.put("")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    with contextlib.suppress(OSError):  # what it did not read cannot be written any more
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 class PlanProcess:
     """Started when first asked. Used by one thread; any other may close it."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[str] | None = None
+        self._child: _Child | None = None
         self._closed = False
         self._starting = threading.Lock()
-        self._asking = threading.Lock()  # while the pipes are in use
+        self._questions = 0
 
     def plan(self, planner: Planner, trace: Trace, hardware: Hardware, budget_bytes: int) -> tuple[Plan, Schedule]:
         """Raises BudgetError where there is none, PlanError where planning fails, ProcessError without an answer."""
+        child = self._started()
+        self._questions += 1
         question = {
             "kind": "plan question",
             "version": VERSION,
+            "number": self._questions,
             "planner": _name_of(planner),
             "knobs": asdict(planner),  # type: ignore[call-overload]
             "trace": traceio.to_json(trace),
             "hardware": machines.to_json(hardware),
-            "budget_bytes": budget_bytes,
+            "budget_bytes": max(0, budget_bytes),
         }
         try:
-            with self._asking:
-                child = self._started()
-                assert child.stdin is not None and child.stdout is not None
-                child.stdin.write(json.dumps(question) + "\n")
-                child.stdin.flush()
-                line = child.stdout.readline(LARGEST_TEXT_BYTES)
+            assert child.process.stdin is not None
+            child.process.stdin.write(json.dumps(question) + "\n")
+            child.process.stdin.flush()
         except (OSError, ValueError) as error:  # ValueError: a pipe that was closed meanwhile
             raise ProcessError(f"the planning process cannot be asked: {error}") from None
-        if not line.endswith("\n"):
-            raise ProcessError("the planning process ended without an answer")
-        return _read_answer(line)
+        return read_answer(child.said(time.monotonic() + ANSWER_SECONDS), self._questions)
 
     def close(self) -> None:
         with self._starting:
             self._closed, child = True, self._child
-        if child is None:
-            return
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_END_SECONDS)
-        if self._asking.acquire(timeout=_END_SECONDS):  # whoever waits for an answer has read the end of it by now
-            for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):  # what it did not read cannot be written any more
-                    assert pipe is not None
-                    pipe.close()
-            self._asking.release()
+        if child is not None:
+            child.end()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> _Child:
         with self._starting:
-            if self._closed or not sys.executable:
-                raise ProcessError("there is no planning process")
-            if self._child is None:
-                # What the program found its packages by, and not the folder it happens to be in.
-                path = os.pathsep.join(part for part in sys.path if isinstance(part, str) and part)
-                self._child = subprocess.Popen(
-                    [sys.executable, "-m", "legroom.planprocess"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    encoding="utf-8",
-                    env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                )
-            return self._child
+            if self._closed:
+                raise ProcessError("the planning process was ended")
+            if self._child is not None:
+                return self._child
+            try:
+                child = self._child = _Child()
+            except OSError as error:
+                raise ProcessError(f"no planning process can be started: {error}") from None
+            weakref.finalize(self, _end, child.process)  # nobody may have closed it
+        until = time.monotonic() + START_SECONDS
+        while child.said(until) != HELLO + "\n":
+            pass
+        return child
 
 
-def _read_answer(line: str) -> tuple[Plan, Schedule]:
-    node = parse(line, kind="plan answer", version=VERSION, error=PlanError)
-    found = node.fields("error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule")
-    error = found["error"].text()
-    if found["is_budget"].boolean():
+def read_answer(line: str, number: int) -> tuple[Plan, Schedule]:
+    try:
+        node = parse(line, kind="plan answer", version=VERSION, error=ProcessError)
+        found = node.fields("number", "error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule")
+        if found["number"].integer() != number:
+            raise ProcessError("the planning process answers another question")
+        error, is_budget = found["error"].text(), found["is_budget"].boolean()
         budget, floor = found["budget_bytes"].integer(), found["floor_bytes"].integer()
+        texts = [found[name].text(longest=LARGEST_TEXT_BYTES) for name in ("plan", "schedule")]
+    except LegroomError as cause:
+        raise ProcessError(f"the planning process cannot be understood: {cause}") from None
+    if is_budget:
         raise BudgetError(error, budget_bytes=budget, floor_bytes=floor)
     if error:
         raise PlanError(error)
-    plan = plan_from_json(found["plan"].text(longest=LARGEST_TEXT_BYTES))
-    return plan, schedules.from_json(found["schedule"].text(longest=LARGEST_TEXT_BYTES))
+    return plan_from_json(texts[0]), schedules.from_json(texts[1])
 
 
 # in the process
 
 
 def _answer(line: str) -> dict[str, Any]:
-    said: dict[str, Any] = {"error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0}
+    said: dict[str, Any] = {"number": 0, "error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0}
     try:
-        plan, schedule = _planned(parse(line, kind="plan question", version=VERSION, error=PlanError))
+        question = parse(line, kind="plan question", version=VERSION, error=PlanError)
+        found = question.fields("number", "planner", "knobs", "trace", "hardware", "budget_bytes")
+        said["number"] = found["number"].integer()
+        plan, schedule = _planned(found)
         return said | {"plan": plan_to_json(plan), "schedule": schedules.to_json(schedule)}
     except BudgetError as error:
         said |= {"is_budget": True, "budget_bytes": error.budget_bytes, "floor_bytes": error.floor_bytes}
@@ -147,8 +209,7 @@ def _answer(line: str) -> dict[str, Any]:
         return said | {"error": f"{type(error).__name__}: {error}"[:4000], "plan": "", "schedule": ""}
 
 
-def _planned(question: Node) -> tuple[Plan, Schedule]:
-    found = question.fields("planner", "knobs", "trace", "hardware", "budget_bytes")
+def _planned(found: dict[str, Node]) -> tuple[Plan, Schedule]:
     kind: Any = type(PLANNERS[found["planner"].one_of(tuple(PLANNERS))])
     knobs = found["knobs"].fields(*(field.name for field in fields(kind)))
     trace = traceio.from_json(found["trace"].text(longest=LARGEST_TEXT_BYTES))
@@ -160,14 +221,23 @@ def _planned(question: Node) -> tuple[Plan, Schedule]:
 
 def serve(questions: IO[str], answers: IO[str]) -> None:
     """Until there are no more questions."""
+    answers.write(HELLO + "\n")
+    answers.flush()
     while line := questions.readline(LARGEST_TEXT_BYTES):
         answers.write(json.dumps({"kind": "plan answer", "version": VERSION, **_answer(line)}) + "\n")
         answers.flush()
 
 
+def _end_with(program: int) -> None:
+    """A process that the program forked may hold on to the pipe, and no end comes."""
+    while os.getppid() == program:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(0)
+
+
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's to answer
-    with contextlib.suppress(OSError):
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.nice(_NICE)
     answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints does not answer
     with contextlib.suppress(BrokenPipeError):

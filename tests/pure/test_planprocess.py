@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom import traceio
+from legroom import planprocess, traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
@@ -28,7 +29,8 @@ from legroom.plan import Plan
 from legroom.planners import PLANNERS, quick
 from legroom.planners.auto import Auto
 from legroom.planners.capuchin import Capuchin
-from legroom.planprocess import PlanProcess, ProcessError, _read_answer, can_be_sent, serve
+from legroom.planners.home import Home
+from legroom.planprocess import HELLO, PlanProcess, ProcessError, can_be_sent, read_answer, serve
 from legroom.schedule import check_schedule, lower
 
 H200 = PRESETS["h200"]
@@ -89,13 +91,15 @@ def test_which_planners_can_be_sent() -> None:
             raise AssertionError
 
     assert not can_be_sent(Mine())
+    assert not can_be_sent(Home(progress=print))
+    assert not can_be_sent(Auto(evaluations=np.int64(50)))  # type: ignore[arg-type]
 
 
 def test_a_process_that_was_killed_is_told() -> None:
     process, trace = PlanProcess(), load("lstm")
     process.plan(quick(Auto()), trace, H200, half_way(trace))
     assert process._child is not None
-    process._child.kill()
+    process._child.process.kill()
     for _ in range(2):
         with pytest.raises(ProcessError):
             process.plan(quick(Auto()), trace, H200, half_way(trace))
@@ -125,7 +129,7 @@ def test_closing_does_not_wait_for_a_plan() -> None:
     while process._child is None:
         time.sleep(0.01)
     time.sleep(0.2)
-    child, began = process._child, time.monotonic()
+    child, began = process._child.process, time.monotonic()
     process.close()
     thread.join(WAIT_SECONDS)
     assert not thread.is_alive() and caught
@@ -144,7 +148,7 @@ def test_it_ends_with_the_program() -> None:
         from legroom.planprocess import PlanProcess
         trace, process = traceio.load(sys.argv[1]), PlanProcess()
         process.plan(Auto(evaluations=50, bound=False), trace, PRESETS["h200"], trace.peak_bytes * 9 // 10)
-        print(process._child.pid, flush=True)
+        print(process._child.process.pid, flush=True)
         os._exit(0)
     """
     trace = str(Path(__file__).parents[1] / "traces" / "lstm.json.gz")
@@ -163,24 +167,78 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_it_loads_no_torch_and_minds_no_module_of_that_name_nearby(tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise RuntimeError('not this one')")
+def test_it_loads_no_torch() -> None:
     code = "import sys, legroom.planprocess; print('torch' in sys.modules)"
-    run = [sys.executable, "-c", code]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        run, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def asked(process: PlanProcess, name: str = "lstm") -> Plan:
+    trace = load(name)
+    try:
+        return process.plan(quick(Auto()), trace, H200, half_way(trace))[0]
+    finally:
+        process.close()
+
+
+def test_modules_nearby_are_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    assert asked(PlanProcess()).planner == "auto"
+
+
+def test_what_python_prints_when_it_starts_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\nprint('to this machine')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert asked(PlanProcess()).planner == "auto"
+
+
+def test_a_program_that_is_its_own_interpreter_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    process = PlanProcess()
+    with pytest.raises(ProcessError, match="no Python"):
+        asked(process)
+    assert process._child is None
+
+
+def test_a_python_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(planprocess, "START_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ProcessError, match="does not answer"):
+        asked(PlanProcess())
+    assert time.monotonic() - began < 10.0
+
+
+def test_an_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planprocess, "ANSWER_SECONDS", 0.3)
+    process, trace = PlanProcess(), load("gpt")
+    with pytest.raises(ProcessError, match="does not answer"):
+        process.plan(Auto(evaluations=10**7), trace, H200, half_way(trace))
+    process.close()
+
+
+def test_one_that_nobody_closed_ends_with_its_owner() -> None:
+    process, trace = PlanProcess(), load("lstm")
+    process.plan(quick(Auto()), trace, H200, half_way(trace))
+    assert process._child is not None
+    child = process._child.process
+    del process
+    gc.collect()
+    assert child.poll() is not None
 
 
 def answers_to(*lines: str) -> list[dict[str, Any]]:
     out = io.StringIO()
     serve(io.StringIO("".join(line + "\n" for line in lines)), out)
-    return [json.loads(line) for line in out.getvalue().splitlines()]
+    hello, *answers = out.getvalue().splitlines()
+    assert hello == HELLO
+    return [json.loads(line) for line in answers]
 
 
-QUESTION = {"kind": "plan question", "version": 1, "planner": "none", "knobs": {}, "budget_bytes": 2**40}
+QUESTION = {"kind": "plan question", "version": 1, "number": 7, "planner": "none", "knobs": {}, "budget_bytes": 2**40}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +256,7 @@ QUESTION = {"kind": "plan question", "version": 1, "planner": "none", "knobs": {
         ({"version": 2}, "version 2"),
         ({"kind": "plan"}, "kind"),
         ({"more": 1}, "more"),
+        ({"number": "first"}, "number"),
     ],
 )
 def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: str) -> None:
@@ -206,7 +265,7 @@ def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: 
     good = {**QUESTION, "trace": traceio.to_json(load("lstm")), "hardware": hardware.to_json(H200)}
     bad, fine = answers_to(json.dumps(good | changed), json.dumps(good))
     assert said in bad["error"] and not bad["plan"] and not bad["schedule"]
-    assert fine["error"] == "" and fine["plan"]
+    assert fine["error"] == "" and fine["plan"] and fine["number"] == 7
 
 
 def test_lines_that_are_no_questions() -> None:
@@ -220,7 +279,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-ANSWER = ("error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule")
+ANSWER = ("number", "error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule")
 
 
 @given(st.dictionaries(st.sampled_from(ANSWER), json_values) | json_values)
@@ -228,7 +287,25 @@ ANSWER = ("error", "is_budget", "budget_bytes", "floor_bytes", "plan", "schedule
 def test_answers_that_are_none(value: Any) -> None:
     """Whatever the process says, it is a plan or one of our errors."""
     if isinstance(value, dict):
-        base = {"error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0, "plan": "", "schedule": ""}
+        base = {
+            "number": 1,
+            "error": "",
+            "is_budget": False,
+            "budget_bytes": 0,
+            "floor_bytes": 0,
+            "plan": "",
+            "schedule": "",
+        }
         value = {"kind": "plan answer", "version": 1, **base, **value}
     with pytest.raises(LegroomError):
-        _read_answer(json.dumps(value))
+        read_answer(json.dumps(value), 1)
+
+
+def test_an_answer_to_another_question_is_none() -> None:
+    from legroom import hardware
+
+    good = {**QUESTION, "trace": traceio.to_json(load("lstm")), "hardware": hardware.to_json(H200)}
+    (answer,) = answers_to(json.dumps(good))
+    assert read_answer(json.dumps(answer), 7)[0].planner == "none"
+    with pytest.raises(ProcessError, match="another question"):
+        read_answer(json.dumps(answer), 8)

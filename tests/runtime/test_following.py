@@ -218,8 +218,8 @@ def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.Mon
         following = room._following
         assert following is not None and following._apart is not None
         following.settle()
-        child = following._apart._child
-        assert child is not None
+        assert following._apart._child is not None
+        child = following._apart._child.process
         if killed:
             child.kill()
             following.forget_plans()
@@ -806,6 +806,65 @@ def test_what_was_learned_of_calls_serves_other_sizes(monkeypatch: pytest.Monkey
                 optimizer.step()
                 optimizer.zero_grad()
     assert sum(learning) <= 2 and not any(learning[-4:]), learning  # once for the plan of the first size alone
+
+
+class Growing(nn.Module):
+    """Saves more when it is told to, by a number that no input shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.side = nn.Linear(64, 64)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = nn.functional.gelu(self.side(x[:100]).repeat(self.times, 1))
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x.sum() + beside.sum()
+
+
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_hooks_come_back_where_more_is_saved_than_before(runs_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks are left out where sizes were sure, and would have seen it. What is alive shows it, or that memory ran
+    out; then the budget is kept again."""
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
+    torch.manual_seed(0)
+    net = Growing()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: net(torch.randn(1000, 64)).backward(), net, optimizer) + 200_000
+    draw = random.Random(0)
+
+    told: list[int | None] = [None]  # of what is alive, by an allocator such as a GPU's; None: the CPU's says nothing
+
+    def step(size: int) -> None:
+        loss = net(torch.randn(size, 64))
+        told[0] = 2 * budget if net.times > 1 and not runs_out else None
+        loss.backward()
+        told[0] = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    monkeypatch.setattr(CpuDevice, "alive_bytes", lambda _: told[0])
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for size in [*(draw.randint(600, 1000) for _ in range(30)), *[1000] * 4]:
+            with room.step():
+                step(size)
+        assert room._following is not None and room._following.rung is not None
+        assert room._following.rung.program.few_ticks is not None
+        net.times = 16
+        if runs_out:
+            with pytest.raises(torch.OutOfMemoryError), room.step():  # noqa: PT012
+                net(torch.randn(1000, 64))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More words")
+        else:
+            with room.step():
+                step(1000)
+        with room.step():
+            step(1000)
+        assert room.report().fallbacks["drift: a tensor of another size was saved"] == 1
+        assert measured_peak(lambda _: step(1000), room.step, 0) <= budget
 
 
 def test_hooks_are_left_out_while_there_is_one_op_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,12 +245,14 @@ class PlannedStep:
         wait: bool = False,
         due: bool = False,
         others: Callable[[], Sequence[Program]] = tuple,
+        at_backward: Callable[[], None] | None = None,
     ) -> None:
         """checks: storages whose replays are held against the real bytes. wait: before they are used. due: before the
         optimizer runs. others: what may be followed instead, where the step turns out to be another one that is known.
-        trial: see `pressure`."""
+        trial: see `pressure`. at_backward: called when it begins."""
         self._setting = setting
         self._others = others
+        self._at_backward = at_backward
         self._program = program
         self._checks = checks
         self._wait, self._due = wait, due
@@ -273,6 +275,7 @@ class PlannedStep:
             trial=self._trial,
             others=self._others,
         )
+        executor.at_backward = self._at_backward
         if self._measure:
             self.census = executor.census = setting.census()
             self._log = setting.ledger.device.log(ops=False)
