@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,11 +36,12 @@ def run_child(
     *,
     timeout_seconds: float,
     until: float = math.inf,
+    stop: threading.Event | None = None,
     environment: dict[str, str] | None = None,
 ) -> Ended:
     """Run `command` with the path of its result file added; kill it when no row came for `timeout_seconds`.
 
-    until: when it is killed in any case, by time.monotonic().
+    until: when it is killed in any case, by time.monotonic(). stop: or when this is set, by another thread.
     """
     result, log = folder / "rows.jsonl", folder / "log.txt"
     result.unlink(missing_ok=True)
@@ -48,7 +50,7 @@ def run_child(
             [*command, str(result)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
         )
         try:
-            late = _wait(child, result, timeout_seconds, until)
+            late = _wait(child, result, timeout_seconds, until, stop)
         finally:
             # Also when this process is interrupted: nothing may go on using the device.
             if child.poll() is None:
@@ -75,7 +77,9 @@ def append_row(path: Path, fields: dict[str, object]) -> None:
         file.write(json.dumps(fields, allow_nan=False) + "\n")
 
 
-def _wait(child: subprocess.Popen[bytes], result: Path, timeout_seconds: float, until: float) -> str:
+def _wait(
+    child: subprocess.Popen[bytes], result: Path, timeout_seconds: float, until: float, stop: threading.Event | None
+) -> str:
     """Empty when it ended by itself, else why it has to be ended."""
     last, size = time.monotonic(), 0
     while True:
@@ -88,7 +92,7 @@ def _wait(child: subprocess.Popen[bytes], result: Path, timeout_seconds: float, 
                 last, size = now, now_size
             if now - last > timeout_seconds:
                 return f"no result within {timeout_seconds:.0f} s"
-            if now > until:
+            if now > until or (stop is not None and stop.is_set()):
                 return OVER
 
 

@@ -77,9 +77,9 @@ def job_for(known: Results, workload: str, spec: str, *, steps: int, seconds: fl
     )
 
 
-def measured(job: Job, folder: Path, timeout_seconds: float, until: float) -> Row:
+def measured(job: Job, folder: Path, timeout_seconds: float, until: float, stop: threading.Event) -> Row:
     """The row of a process that runs the job."""
-    if time.monotonic() > until:
+    if time.monotonic() > until or stop.is_set():
         return Row(job.workload, job.contenders[0], "skipped", OVER)
     folder.mkdir()
     ended = run_child(
@@ -87,6 +87,7 @@ def measured(job: Job, folder: Path, timeout_seconds: float, until: float) -> Ro
         folder,
         timeout_seconds=timeout_seconds,
         until=until,
+        stop=stop,
         environment=budget.environment(),
     )
     if ended.rows:
@@ -223,26 +224,30 @@ def main(arguments: Sequence[str]) -> int:
         for spec in parsed.budgets
         for workload in parsed.only
     ]
-    lock = threading.Lock()
+    lock, stop = threading.Lock(), threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(parsed.at_once) as pool:
 
         def work(number: int, job: Job) -> None:
             nonlocal results
-            row = measured(job, Path(folder) / str(number), parsed.timeout, until)
+            row = measured(job, Path(folder) / str(number), parsed.timeout, until, stop)
             with lock:
                 results = results.with_rows([replace(row, run=len(results.runs) - 1)])
                 write(parsed.json, results)
                 print("  " + "  ".join(_cells(row)), flush=True)
 
-        for future in [pool.submit(work, number, job) for number, job in enumerate(jobs)]:
-            future.result()
+        try:
+            for future in [pool.submit(work, number, job) for number, job in enumerate(jobs)]:
+                future.result()
+        except BaseException:
+            stop.set()  # else those that run, and those that wait, would be waited for
+            raise
     parsed.json.with_suffix(".md").write_text(page(results, peers), encoding="utf-8")
     print("\n" + table(results, peers))
     return 1 if any(row.status in budget.FAILURES for row in results.rows if row.run == len(results.runs) - 1) else 0
 
 
 if __name__ == "__main__":
-    # Ended from outside, it leaves by way of `finally`, and children that measure end with it.
+    # Ended from outside, it leaves by way of main(), and children that measure end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(sys.argv[1:]))

@@ -28,7 +28,7 @@ LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 80
 FEWEST_STEPS = 3
 LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows
 # The cap is on reserved memory, of which a plan leaves a few percent between blocks: the smallest peak is tried first.
-SMALLEST_TRIES = (1.0, 1.02, 1.035, 1.06, 1.1)
+SMALLEST_TRIES = (1.0, 1.02, 1.035, 1.06, 1.1, 1.2, 1.35)
 CAP_OVER_PEAK = 1.03
 # What may be left over from the contender before; more than that would be taken from the next one's budget.
 MOST_LEFT_BYTES = 8 * MIB

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,3 +96,37 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert endurance.main([*arguments, "--limit", "0", "--budget", known, "--json", str(tmp_path / "l.json")]) == 0
     assert {row.status for row in read(tmp_path / "l.json").rows} == {"skipped"}
     assert "all steps ran" in capsys.readouterr().out
+
+
+def test_it_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """And what it started ends with it: those that run, and those that wait for their turn."""
+    known, found = str(tmp_path / "budget.json"), tmp_path / "endurance.json"
+    common = ["--device", "cpu", "--commit", "abc"]
+    budget.main(["--workloads", "tiny", "--contenders", "plain", "--steps", "3", "--json", known, *common])
+    arguments = ["--only", "tiny", "--budgets", "50%,60%,70%", "--steps", "100000", "--at-once", "1", *common]
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "endurance.py"),
+        *arguments,
+        "--budget",
+        known,
+        "--json",
+        str(found),
+    ]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # by which its children are known
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 60.0
+    while not _children_with(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _children_with(str(tmp_path))
+    running.terminate()
+    assert running.wait(20.0) == 143
+    assert not _children_with(str(tmp_path))
+
+
+def _children_with(word: str) -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if word in line and "--one" in line]
