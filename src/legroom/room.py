@@ -237,7 +237,6 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         self._hear_of_checks(wait=False)
-        self._device.keep_cap()
         if self._plan_again and self.trace is not None and self._following is None:
             self._plan_again = False
             self._base_bytes = self._setting.alive_bytes()

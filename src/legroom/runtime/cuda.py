@@ -28,8 +28,8 @@ from legroom.runtime.pinned import Buffer, PinnedPool, StagedFile, pages
 from legroom.runtime.spill import CLOSED, SpillFile
 from legroom.units import format_bytes
 
-_PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
-_SMALL_GROWTH_BYTES = 4 * 2**20  # and by 2 MiB for small requests: as much of them as a step may add
+# The allocator holds a request against its cap, rounded up to 2 MiB, and then maps whole pages of 20 MiB for it.
+_MAPPED_BEYOND_BYTES = 18 * 2**20
 _LARGEST_PIECE_BYTES = 32 * 2**20  # on the way to and from the file; a disk gains nothing from larger ones
 
 
@@ -172,8 +172,6 @@ class CudaDevice:
         self._reached = torch.cuda.Event()
         self._current = torch._C._cuda_getCurrentStream(index), torch.cuda.current_stream(index)
         self._fraction_before: float | None = None
-        self._cap_bytes: int | None = None
-        self._capped_at = -1  # what was reserved when it was last set
         # Without expandable segments a block may be up to 1 MiB larger than asked for, and no plan can say by how much.
         _allocator_settings("expandable_segments:True")
         prepare_digests(torch.device("cuda", index))
@@ -294,25 +292,13 @@ class CudaDevice:
         """Let the allocator reserve at most so much; None: as much as before."""
         if self._fraction_before is None:
             self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.index)
-        self._cap_bytes, self._capped_at = nbytes, -1
-        if nbytes is None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.index)
-        else:
-            self.keep_cap()
-
-    def keep_cap(self) -> None:
-        """Between steps: the allocator holds a request against its cap and then maps whole pages for it, up to 18 MiB
-        more. A cap that is so many pages above what is mapped is not passed."""
-        if self._cap_bytes is None:
-            return
-        reserved = self.reserved_bytes()
-        if reserved == self._capped_at:
-            return
-        self._capped_at = reserved
-        limit = reserved + (self._cap_bytes - _SMALL_GROWTH_BYTES - reserved) // _PAGE_BYTES * _PAGE_BYTES
         total = torch.cuda.get_device_properties(self.index).total_memory
-        # Half a byte more: the allocator rounds the product down, and a cap of whole pages would lose one.
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (max(0, limit) + 0.5) / total), self.index)
+        if nbytes is not None:
+            # Of a budget so small that this would take more than an eighth, no more than that.
+            nbytes -= min(_MAPPED_BEYOND_BYTES, nbytes // 8)
+        # Half a byte more: the allocator rounds the product down, and a cap of whole segments would lose one.
+        fraction = self._fraction_before if nbytes is None else min(1.0, (nbytes + 0.5) / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.index)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.index)

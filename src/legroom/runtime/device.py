@@ -80,7 +80,6 @@ class Device(Protocol):
     def drain(self) -> None: ...
     def complaints(self) -> dict[str, int]: ...
     def set_cap(self, nbytes: int | None) -> None: ...
-    def keep_cap(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -216,9 +215,6 @@ class CpuDevice:
 
     def set_cap(self, nbytes: int | None) -> None:
         """The CPU has no allocator cap; the budget is kept by the schedule and checked by the allocator's log."""
-
-    def keep_cap(self) -> None:
-        """Make the cap fit what is reserved by now."""
 
     def close(self) -> None:
         self.spill.close()
