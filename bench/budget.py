@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -142,15 +142,7 @@ class Session:
             specs = specs[len(rows) :]
 
     def _legroom_job(self, workload: str, specs: list[str], plain: Row) -> Job:
-        rows = self.results.of(workload)
-        floors = [int(row.reported("floor_bytes")) for row in rows.values() if row.ok and row.report]
-        return replace(
-            self._job(workload, tuple(specs)),
-            plain_bytes=plain.allocated_bytes,
-            above_bytes=rounded_up(ABOVE_PLAIN * max(plain.reserved_bytes, plain.allocated_bytes)),
-            floor_bytes=next((floor for floor in floors if floor), 0),
-            caps={name: row.cap_bytes for name, row in rows.items() if name in PEERS and row.ok and row.cap_bytes},
-        )
+        return with_known(self._job(workload, tuple(specs)), self.results.of(workload), plain)
 
     def _job(self, workload: str, contenders: tuple[str, ...]) -> Job:
         o = self.options
@@ -188,6 +180,18 @@ class Session:
         new = [r for r in rows if not (out_of_time(r) and (r.workload, r.contender) in known)]
         self.results = self.results.with_rows(replace(row, run=self.run) for row in new)
         write(self.path, self.results)
+
+
+def with_known(job: Job, rows: Mapping[str, Row], plain: Row) -> Job:
+    """A job of legroom's, with what its budgets are relative to."""
+    floors = [int(row.reported("floor_bytes")) for row in rows.values() if row.ok and row.report]
+    return replace(
+        job,
+        plain_bytes=plain.allocated_bytes,
+        above_bytes=rounded_up(ABOVE_PLAIN * max(plain.reserved_bytes, plain.allocated_bytes)),
+        floor_bytes=next((floor for floor in floors if floor), 0),
+        caps={name: row.cap_bytes for name, row in rows.items() if name in PEERS and row.ok and row.cap_bytes},
+    )
 
 
 def _with_uncapped(row: Row, free: Row) -> Row:

@@ -31,10 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import budget, tables
 from bench.children import OVER, run_child
 from bench.measure import LEGROOM, Job
-from bench.meters import rounded_up
-from bench.peers import PEERS
 from bench.rows import Results, Row, read, write
-from bench.verdicts import Verdict
+from bench.verdicts import SMALLEST, Verdict, lower_than, peaks_of_peers
 from bench.workloads import names_of
 from legroom.errors import LegroomError
 from legroom.units import format_bytes
@@ -62,19 +60,8 @@ def plain_of(known: Results, workload: str) -> Row:
 
 
 def job_for(known: Results, workload: str, spec: str, *, steps: int, seconds: float, device: str) -> Job:
-    plain = plain_of(known, workload)
-    floors = [int(row.reported("floor_bytes")) for row in known.of(workload).values() if row.ok and row.report]
-    return Job(
-        workload,
-        device,
-        (LEGROOM + spec,),
-        steps=steps,
-        warmup=1,
-        seconds=seconds,
-        plain_bytes=plain.allocated_bytes,
-        above_bytes=rounded_up(budget.ABOVE_PLAIN * max(plain.reserved_bytes, plain.allocated_bytes)),
-        floor_bytes=next((floor for floor in floors if floor), 0),
-    )
+    job = Job(workload, device, (LEGROOM + spec,), steps=steps, warmup=1, seconds=seconds)
+    return budget.with_known(job, known.of(workload), plain_of(known, workload))
 
 
 def measured(job: Job, folder: Path, timeout_seconds: float, until: float, stop: threading.Event) -> Row:
@@ -106,13 +93,11 @@ def verdicts(results: Results, peers: Results) -> list[Verdict]:
 
 
 def _smallest(workload: str, row: Row | None, peers: Results) -> Verdict:
-    claim = "the smallest budget is lower than any peer's peak"
-    peaks = {n: r.allocated_bytes for n, r in peers.of(workload).items() if n in PEERS and n != "plain" and r.ok}
+    peaks = peaks_of_peers(peers.of(workload))
     if row is None or not row.ok or not peaks:
-        return Verdict(workload, claim, None, "no peer was measured" if row is not None and row.ok else "did not run")
-    lowest = min(peaks, key=lambda name: peaks[name])
-    figures = f"{format_bytes(row.cap_bytes)} against {format_bytes(peaks[lowest])} of {lowest!r}"
-    return Verdict(workload, claim, row.cap_bytes < peaks[lowest], figures)
+        why = "no peer was measured" if row is not None and row.ok else "did not run"
+        return Verdict(workload, SMALLEST, None, why)
+    return replace(lower_than(peaks, row), workload=workload)
 
 
 def _caps(workload: str, rows: dict[str, Row]) -> Verdict:

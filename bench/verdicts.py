@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.measure import LEGROOM
@@ -16,6 +16,7 @@ RANGE_OVERHEADS = {"50%": 0.05, "25%": 0.12}  # on the GPT
 RANGE_WORKLOAD = "gpt"
 FRAGMENTATION = 0.05
 PEAK_ERROR, TIME_ERROR = 0.01, 0.03
+SMALLEST = "the smallest budget is lower than any peer's peak"
 # A peer within this of plain has no overhead that could be halved: what is asked for is then the noise of two runs.
 LEAST_OVERHEAD = 0.01
 
@@ -89,14 +90,21 @@ def _in_range(rows: dict[str, Row], plain: Row, share: str, limit: float) -> Ver
 
 
 def _smallest(rows: dict[str, Row]) -> Verdict:
-    claim = "the smallest budget is lower than any peer's peak"
-    row = rows.get(f"{LEGROOM}smallest")
-    peers = {name: r.allocated_bytes for name, r in rows.items() if name in PEERS and name != "plain" and r.ok}
-    if row is None or not row.ok or not peers:
-        return _absent(claim, row if peers else None)
-    lowest = min(peers, key=lambda name: peers[name])
-    figures = f"{format_bytes(row.cap_bytes)} against {format_bytes(peers[lowest])} of {lowest!r}"
-    return Verdict("", claim, row.cap_bytes < peers[lowest], figures)
+    row, peaks = rows.get(f"{LEGROOM}smallest"), peaks_of_peers(rows)
+    if row is None or not row.ok or not peaks:
+        return _absent(SMALLEST, row if peaks else None)
+    return lower_than(peaks, row)
+
+
+def peaks_of_peers(rows: Mapping[str, Row]) -> dict[str, int]:
+    return {name: r.allocated_bytes for name, r in rows.items() if name in PEERS and name != "plain" and r.ok}
+
+
+def lower_than(peaks: Mapping[str, int], row: Row) -> Verdict:
+    """Whether the budget of a row that ran is lower than the peak of any peer."""
+    lowest = min(peaks, key=lambda name: peaks[name])
+    figures = f"{format_bytes(row.cap_bytes)} against {format_bytes(peaks[lowest])} of {lowest!r}"
+    return Verdict("", SMALLEST, row.cap_bytes < peaks[lowest], figures)
 
 
 def _caps(rows: dict[str, Row]) -> Verdict:

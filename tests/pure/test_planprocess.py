@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom import planprocess, traceio
+from legroom import hardware, planprocess, traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
@@ -260,8 +260,6 @@ QUESTION = {"kind": "plan question", "version": 1, "number": 7, "planner": "none
     ],
 )
 def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: str) -> None:
-    from legroom import hardware
-
     good = {**QUESTION, "trace": traceio.to_json(load("lstm")), "hardware": hardware.to_json(H200)}
     bad, fine = answers_to(json.dumps(good | changed), json.dumps(good))
     assert said in bad["error"] and not bad["plan"] and not bad["schedule"]
@@ -302,8 +300,6 @@ def test_answers_that_are_none(value: Any) -> None:
 
 
 def test_an_answer_to_another_question_is_none() -> None:
-    from legroom import hardware
-
     good = {**QUESTION, "trace": traceio.to_json(load("lstm")), "hardware": hardware.to_json(H200)}
     (answer,) = answers_to(json.dumps(good))
     assert read_answer(json.dumps(answer), 7)[0].planner == "none"
