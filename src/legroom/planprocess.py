@@ -86,16 +86,20 @@ class _Child:
             process_group=0 if os.name == "posix" else None,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.silent = False
         assert self.process.stdout is not None
         threading.Thread(target=_read, args=(self.process.stdout, self.lines), daemon=True).start()
 
     def said(self, until: float) -> str:
         """The next line; ProcessError where none comes."""
+        if self.silent:  # the end is told once; one that ends may still take questions for a moment
+            raise ProcessError("the planning process has ended")
         try:
             line = self.lines.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             raise ProcessError("the planning process does not answer") from None
         if not line.endswith("\n"):
+            self.silent = True
             raise ProcessError("the planning process ended without an answer")
         return line
 

@@ -106,6 +106,21 @@ def test_a_process_that_was_killed_is_told() -> None:
     process.close()
 
 
+def test_a_process_that_says_no_more_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that ends, the system may close what it says before what it is told: a question then finds a taker."""
+    deaf = tmp_path / "python"
+    deaf.write_text(f"#!/bin/sh\necho {HELLO}\nexec >&-\nexec cat >/dev/null\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    process, trace = PlanProcess(), load("lstm")
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(ProcessError, match="ended"):
+            process.plan(quick(Auto()), trace, H200, half_way(trace))
+    process.close()
+    assert time.monotonic() - began < WAIT_SECONDS
+
+
 def test_a_python_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for executable in ("", "/nowhere/python", "/bin/false"):
         monkeypatch.setattr(sys, "executable", executable)
