@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from legroom.units import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_WORKLOADS, DEFAULT_BUDGETS = "vit,bert,gpt,resnet152,llama", "smallest"
 STEPS, AT_ONCE = 1000, 5
+_LOOK_SECONDS = 0.5  # a signal that comes just before a wait without end does not end it
 GIB = 2**30
 _HEAD = ("model", "budget", "cap GiB", "reserved", "allocated", "steps", "retries", "how it ended", "notes")
 _WORDS = (0, 1, 7, 8)
@@ -192,7 +193,8 @@ def _budgets(text: str) -> list[str]:
     return out
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], stop: threading.Event | None = None) -> int:
+    """stop: whoever sets it ends the run early; what runs is killed and what waits is skipped."""
     parsed = _parser().parse_args(arguments)
     peers = read(parsed.budget)
     if parsed.render:
@@ -209,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
         for spec in parsed.budgets
         for workload in parsed.only
     ]
-    lock, stop = threading.Lock(), threading.Event()
+    lock, stop = threading.Lock(), stop or threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(parsed.at_once) as pool:
 
         def work(number: int, job: Job) -> None:
@@ -221,8 +223,11 @@ def main(arguments: Sequence[str]) -> int:
                 print("  " + "  ".join(_cells(row)), flush=True)
 
         try:
-            for future in [pool.submit(work, number, job) for number, job in enumerate(jobs)]:
-                future.result()
+            waits = {pool.submit(work, number, job) for number, job in enumerate(jobs)}
+            while waits:
+                done, waits = wait(waits, timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
         except BaseException:
             stop.set()  # else those that run, and those that wait, would be waited for
             raise
@@ -231,10 +236,24 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(row.status in budget.FAILURES for row in results.rows if row.run == len(results.runs) - 1) else 0
 
 
+def _told_to_end() -> threading.Event:
+    """Set by SIGTERM. An exception out of the handler would come anywhere, with a lock held that others wait for."""
+    told = threading.Event()
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would come in the middle of set()
+        told.set()
+
+    signal.signal(signal.SIGTERM, handle)
+    if hasattr(signal, "pthread_sigmask"):  # whoever started it may have held signals back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    return told
+
+
 if __name__ == "__main__":
-    # Ended from outside, it leaves by way of main(), and children that measure end with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    told = _told_to_end()
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:], told)
+        sys.exit(128 + signal.SIGTERM if told.is_set() else status)
     except LegroomError as error:
         sys.exit(f"endurance.py: {error}")

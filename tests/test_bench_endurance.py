@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -98,8 +99,11 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "all steps ran" in capsys.readouterr().out
 
 
-def test_it_ends_when_it_is_told_to(tmp_path: Path) -> None:
-    """And what it started ends with it: those that run, and those that wait for their turn."""
+@pytest.mark.parametrize("held_back", [False, True])
+def test_it_ends_when_it_is_told_to(tmp_path: Path, held_back: bool) -> None:
+    """And what it started ends with it: those that run, and those that wait for their turn. Also where whoever started
+    it holds the signal back.
+    """
     known, found = str(tmp_path / "budget.json"), tmp_path / "endurance.json"
     common = ["--device", "cpu", "--commit", "abc"]
     budget.main(["--workloads", "tiny", "--contenders", "plain", "--steps", "3", "--json", known, *common])
@@ -114,14 +118,22 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path) -> None:
         str(found),
     ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # by which its children are known
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    deadline = time.monotonic() + 60.0
-    while not _children_with(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert _children_with(str(tmp_path))
-    running.terminate()
-    assert running.wait(20.0) == 143
-    assert not _children_with(str(tmp_path))
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK if held_back else signal.SIG_UNBLOCK, {signal.SIGTERM})
+    try:
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not _children_with(str(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert _children_with(str(tmp_path))
+        running.terminate()
+        assert running.wait(60.0) == 143
+        assert not _children_with(str(tmp_path))
+    finally:
+        running.kill()
+        running.wait()
 
 
 def _children_with(word: str) -> list[str]:
