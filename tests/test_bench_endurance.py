@@ -134,11 +134,16 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, held_back: bool) -> None:
     finally:
         running.kill()
         running.wait()
+        for left in _children_with(str(tmp_path)):
+            os.kill(left, signal.SIGKILL)
 
 
-def _children_with(word: str) -> list[str]:
-    lines = []
+def _children_with(word: str) -> list[int]:
+    """The processes that measure, of a run whose files are in the folder `word`."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in lines if word in line and "--one" in line]
+            line = path.read_bytes().decode(errors="replace")
+            if word in line and "--one" in line:
+                found.append(int(path.parent.name))
+    return found
