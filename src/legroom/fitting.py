@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +43,6 @@ class Dims:
 
     def of(self, features: Sequence[int]) -> Floats:
         return np.array(features, dtype=np.float64)[self.columns]
-
-    def follow(self, features: Sequence[int]) -> bool:
-        """Whether the other features are what they should be, seen from those that move."""
-        expected = self.relation[0] + self.of(features) @ self.relation[1:]
-        return bool((np.abs(expected - np.array(features, dtype=np.float64)) < 0.5).all())
 
 
 def moving(features: Sequence[Sequence[int]]) -> Dims:
@@ -88,6 +84,47 @@ class Basis:
     def only(self, rows: Ints) -> Basis:
         """The basis for prediction: these terms alone."""
         return Basis(self.factors[rows], int((rows < self.plain).sum()), (), 0)
+
+
+class Asked:
+    """Dims and Basis for one input, without arrays: a step waits, and what lies in no cache is what takes time then.
+    One call of numpy's takes 2 µs in a loop, and 20 between two steps of a model."""
+
+    def __init__(self, dims: Dims, basis: Basis, weights: Floats) -> None:
+        """weights: turn terms into weights of the samples, whose length is how far errors are carried."""
+        self._weights = weights.T.tolist()
+        self._columns = dims.columns.tolist()
+        self._constant, *self._slopes = dims.relation.tolist()
+        self._bounds = list(zip(dims.low.tolist(), dims.high.tolist(), strict=True))
+        self._terms = [tuple(factor for factor in row if factor) for row in basis.factors.tolist()]
+        self._divisors = DIVISORS[:, 0, 0].tolist() if basis.plain < len(basis.factors) else []
+
+    def is_near(self, features: Sequence[int]) -> bool:
+        """Whether each dimension that moves is near the samples', and the others are what they should be."""
+        dims = [features[column] for column in self._columns]
+        for dim, (low, high) in zip(dims, self._bounds, strict=True):
+            if dim > BEYOND * high or dim * BEYOND < low:
+                return False
+        for number, (feature, expected) in enumerate(zip(features, self._constant, strict=True)):
+            for dim, slopes in zip(dims, self._slopes, strict=True):
+                expected += dim * slopes[number]
+            if not abs(expected - feature) < 0.5:
+                return False
+        return True
+
+    def terms(self, features: Sequence[int]) -> list[float]:
+        """The row of Basis.at()."""
+        dims = [float(features[column]) for column in self._columns]
+        values = [1.0, *dims]
+        for divisor in self._divisors:
+            values += [float(dim // divisor) for dim in dims]
+            values += [-float(-dim // divisor) for dim in dims]
+        return [math.prod([values[factor] for factor in term], start=1.0) for term in self._terms]
+
+    def carried(self, features: Sequence[int]) -> float:
+        """The length of the weights that the samples have here."""
+        terms = self.terms(features)
+        return math.hypot(*(sum(map(mul, terms, weights)) for weights in self._weights))
 
 
 @functools.cache
@@ -294,44 +331,46 @@ class Model:
     """The fit of some samples, ready to be asked."""
 
     dims: Dims
-    basis: Basis
     coefficients: Floats  # columns: those that differ
     index: Ints  # which of them are the storages, levels, rises above them, head, workspaces
     second_coefficients: Floats
     second_index: Ints
-    weights: Floats  # turn terms into weights of the samples, whose length is how far errors are carried
     errors: Floats  # rows: samples, columns: peaks by tick, the head's last; real less predicted
     residual: float  # the largest of them, as a share of the sample's peak
     spare: int  # samples beyond what a full quadratic takes
     storage_error_bytes: float  # the largest of any storage's size
+    asked: Asked
 
     @property
     def reserve_bytes(self) -> int:
         # The worst of few is not the worst there is: 3 times it with one sample to spare, 1.5 times with four.
         return math.ceil(max(0.0, float(self.errors.max())) * (1 + 2 / self.spare if self.spare > 0 else 1))
 
-    def predict(self, features: Sequence[int], grain: int) -> tuple[Ints, Floats]:
-        """All sizes, by `index` and rounded up, and all seconds."""
-        row = self.basis.at(self.dims.of(features))
+    def sizes(self, features: Sequence[int], grain: int) -> Ints:
+        """All sizes, by `index` and rounded up."""
         # What arithmetic adds to a whole number must not be rounded up to the next.
-        grains = np.ceil(row @ self.coefficients * ((1 - 1e-12) / grain) - 0.01 / grain)
+        grains = np.array(self.asked.terms(features)) @ self.coefficients
+        grains *= (1 - 1e-12) / grain
+        grains -= 0.01 / grain
+        np.ceil(grains, out=grains)
         most = float(grains.max()) * grain
         if most * len(self.index) >= LARGEST_BYTES:
             raise ValueError(f"a step at {tuple(features)} is beyond all bounds: {most:.3g} bytes at once")
-        seconds = (row @ self.second_coefficients)[self.second_index]
-        if seconds.sum() >= LARGEST_SECONDS:
-            raise ValueError(f"a step at {tuple(features)} is beyond all bounds: {seconds.sum():.3g} seconds")
         np.maximum(grains, 0.0, out=grains)
         whole = grains.astype(np.int64)
         whole *= grain
-        return whole[self.index], seconds
+        return whole[self.index]
+
+    def seconds(self, features: Sequence[int]) -> Floats:
+        seconds: Floats = (np.array(self.asked.terms(features)) @ self.second_coefficients)[self.second_index]
+        if seconds.sum() >= LARGEST_SECONDS:
+            raise ValueError(f"a step at {tuple(features)} is beyond all bounds: {seconds.sum():.3g} seconds")
+        return seconds
 
     def knows(self, features: Sequence[int], *, most_residual: float = MOST_RESIDUAL) -> bool:
-        dims = self.dims.of(features)
-        near = (dims <= BEYOND * self.dims.high).all() and (dims * BEYOND >= self.dims.low).all()
-        if not near or not self.dims.follow(features):
+        if not self.asked.is_near(features):
             return False
-        carried = math.sqrt(float(((self.basis.at(dims) @ self.weights) ** 2).sum()))
+        carried = self.asked.carried(features)
         return self.residual * max(1.0, carried) <= most_residual
 
 
@@ -367,14 +406,13 @@ def learn(
     peaks = np.column_stack([fields[:, levels].cumsum(axis=1) + fields[:, above], fields[:, head]]).max(axis=1)
     return Model(
         dims=dims,
-        basis=basis.only(used),
         coefficients=np.column_stack([coefficients, coefficients[:, where[levels]].cumsum(axis=1)]),
         index=index,
         second_coefficients=times[used],
         second_index=second_index.reshape(-1),
-        weights=weights[used],
         errors=off,
         residual=float((np.abs(off).max(axis=1) / np.maximum(peaks, 1)).max()),
         spare=len(features) - len(basis.nested[2]),
         storage_error_bytes=float(np.abs(found.errors[:, where[:storages]]).max(initial=0.0)),
+        asked=Asked(dims, basis.only(used), weights[used]),
     )

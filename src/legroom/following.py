@@ -24,6 +24,7 @@ from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
+from legroom.peaks import Peaks
 from legroom.plan import Plan, check_fits, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
@@ -71,6 +72,7 @@ class Rung:
     schedule: Schedule
     program: Program
     peak_bytes: int
+    peaks: Peaks  # at other sizes
 
 
 @dataclass(slots=True)
@@ -220,7 +222,8 @@ class Following:
 
     def _chosen(self, call: Call, others: bool) -> Decided:
         fallbacks = self._setting.fallbacks
-        fallbacks.update(remarks(call))
+        if call.free or call.unknown:
+            fallbacks.update(remarks(call))
         way = self._way_of(call)
         way.steps += 1
         self._call, self._way = call, way
@@ -301,12 +304,12 @@ class Following:
             course.put(edge, rung)
         self._ways.served(call.kind)
         way.courses.served(course.structure)
-        self._ask_for_better(course, features, edge, rung)
+        every = len(way.courses) > 1 or not call.tells_all or course.all_hooks
+        self._ask_for_better(course, features, edge, rung, every=every)
         self.rung = rung
         roomy = rung.peak_bytes + more_bytes <= self._roomy_bytes()
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
-        every = len(way.courses) > 1 or not call.tells_all or course.all_hooks
         self._teach(rung.program, course.lesson, every=every)
         new = self._unproven(course, features, rung.program)
         checks = new or rung.program.one_replayed(course.planned)
@@ -391,7 +394,7 @@ class Following:
             return False
         peak = course.peaks.get((call.features, ()))
         if peak is None:
-            numbers = course.model.predict(call.features)
+            numbers = course.model.predict(call.features, timed=False)
             peak = max(numbers.head_peak_bytes, int(numbers.peak_bytes.max(initial=0)))
             course.remember_peak((call.features, ()), peak)
         return peak + course.model.reserve_bytes() + more_bytes <= self._roomy_bytes()
@@ -447,8 +450,7 @@ class Following:
 
     def _now(self, course: Course, features: Features, rung: Rung) -> int:
         """The peak at this input with what is known by now."""
-        peak = self._responsive(course).peak_bytes(course.model.predict(features), rung.plan.decisions)
-        return peak + course.model.reserve_bytes()
+        return rung.peaks.at(course.model.predict(features, timed=False)) + course.model.reserve_bytes()
 
     def _laid_out(
         self, trace: Trace, plan: Plan, reserve_bytes: int, schedule: Schedule | None = None, *, sizes_fit: bool
@@ -459,11 +461,11 @@ class Following:
         program = Program(trace, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._device.prepare([trace.storages[storage].nbytes for storage in swapped])
-        return Rung(trace, plan, schedule, program, peak)
+        return Rung(trace, plan, schedule, program, peak, Peaks(trace, schedule))
 
     # in the background
 
-    def _ask_for_better(self, course: Course, features: Features, edge: Features, rung: Rung) -> None:
+    def _ask_for_better(self, course: Course, features: Features, edge: Features, rung: Rung, *, every: bool) -> None:
         model, goal = course.model, course.edge_for(features)
         if (rung.program.idle and not self._priced) or goal in course.asked or features in course.asked:
             return
@@ -485,6 +487,7 @@ class Following:
                 rung = self._laid_out(trace, checked(trace, plan), reserve, schedule, sizes_fit=sure)
                 if rung.peak_bytes > self._budget_bytes - reserve:
                     raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
+                self._teach(rung.program, course.lesson, every=every)
                 self._arrived.append((course, version, size, rung))
                 return
 

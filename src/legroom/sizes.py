@@ -28,6 +28,7 @@ LARGEST_FEATURE = 2**40
 MOST_SAMPLES = 9  # sheltered steps that are asked for
 LAST_RESIDUAL = 0.05  # of the peak, as MOST_RESIDUAL, once that many have come
 MOST_KEPT = 32  # of those that came unasked
+MOST_ASKED = 4096  # sizes whose answer is remembered
 MOST_HEARD = 8  # sizes whose last measured step counts
 ROUNDINGS = 4  # sizes that come and go between two ticks, each rounded by the allocator
 
@@ -153,6 +154,7 @@ class SizeModel:
         self._heard: dict[Features, Ints] = {}  # by size, how far its peaks lay above what was learned
         self._models: tuple[Model, Parts] | None = None
         self._reserve_bytes: int | None = None  # of the samples so far
+        self._asked: dict[Features, bool] = {}  # what knows() said, with these samples
 
     @property
     def samples(self) -> int:
@@ -188,6 +190,7 @@ class SizeModel:
         if len(self._samples) > MOST_KEPT:
             del self._samples[next(iter(self._samples))]
         self._models = self._reserve_bytes = None
+        self._asked.clear()
 
     def wants_more(self) -> bool:
         """Whether a sheltered step at an input that is not known would make predictions surer."""
@@ -195,6 +198,14 @@ class SizeModel:
 
     def knows(self, features: Features) -> bool:
         """Whether `predict` can be relied upon, up to `reserve_bytes`."""
+        known = self._asked.get(features)
+        if known is None:
+            if len(self._asked) >= MOST_ASKED:
+                self._asked.clear()
+            known = self._asked[features] = self._knows(features)
+        return known
+
+    def _knows(self, features: Features) -> bool:
         self._check(features)
         if features in self._samples:
             return True
@@ -202,15 +213,16 @@ class SizeModel:
         most = MOST_RESIDUAL if self.wants_more() else LAST_RESIDUAL
         return self.samples > 1 and self._model_for(features).knows(features, most_residual=most)
 
-    def predict(self, features: Features) -> Numbers:
-        """The numbers at this input: those of a sample where there is one, else fitted."""
+    def predict(self, features: Features, *, timed: bool = True) -> Numbers:
+        """The numbers at this input: those of a sample where there is one, else fitted. timed: with seconds, which are
+        half of the work, else there may be none."""
         sample = self._samples.get(features)
         if sample is not None:
             numbers = sample.numbers
             return replace(numbers, peak_bytes=numbers.peak_bytes + self._correction)
         self._check(features)
         model = self._model_for(features)
-        sizes, seconds = model.predict(features, self.granularity_bytes)
+        sizes = model.sizes(features, self.granularity_bytes)
         storages, ticks = len(self.template.storages), len(self.template.ticks)
         level_bytes, head = sizes[storages : storages + ticks], storages + 2 * ticks
         return Numbers(
@@ -219,7 +231,7 @@ class SizeModel:
             peak_bytes=level_bytes + sizes[storages + ticks : head] + self._correction,
             head_peak_bytes=int(sizes[head]),
             workspace_bytes=sizes[head + 1 :],
-            seconds=seconds,
+            seconds=model.seconds(features) if timed else np.zeros(0),
         )
 
     def reserve_bytes(self) -> int:

@@ -31,6 +31,7 @@ ORDER = (
     "bestfit",
     "packing",
     "schedule",
+    "peaks",
     "arrange",
     "timeline",
     "simulate",

@@ -18,12 +18,12 @@ from legroom.ir import Trace
 from legroom.plan import Decision, Keep, Recompute, Swap
 from legroom.planners.auto import Auto
 from legroom.planners.responsive import Resizable, Responsive, ResponsivePlanner
-from legroom.schedule import check_schedule, lower
+from legroom.schedule import check_schedule, codes_of, lower
 from legroom.sizes import Numbers, numbers_of, with_numbers
-from legroom.tables import tabulate
+from legroom.tables import NEVER, tabulate
 from legroom.traceio import load
 from tests.pure.honest import honest_plan
-from tests.pure.strategies import hardwares, make_plan, make_trace, plans_for, traces
+from tests.pure.strategies import hardwares, make_plan, plans_for, traces
 
 H200 = PRESETS["h200"]
 
@@ -86,16 +86,17 @@ def test_tables_of_another_size_are_those_of_the_trace_at_that_size(
 def test_the_peak_is_exact_at_one_size_after_the_other(
     data: st.DataObject, trace: Trace, hardware: Hardware, seed: int
 ) -> None:
-    plans = Responsive(trace, hardware, thorough=False)
+    evaluator = Responsive(trace, hardware, thorough=False).evaluator
     for numbers in (grown(trace, seed), grown(trace, seed + 1), numbers_of(trace)):
         decisions = data.draw(plans_for(trace)).decisions
-        try:
-            peak = exact_peak(with_numbers(trace, numbers), decisions, hardware)
-        except PlanError:
-            with pytest.raises(PlanError, match="impossible recomputation"):
-                plans.peak_bytes(numbers, decisions)
-        else:
-            assert plans.peak_bytes(numbers, decisions) == peak
+        evaluator.resize(numbers)
+        codes, ahead = codes_of(decisions)
+        if not ahead.any():
+            peak = evaluator.evaluate(codes)[1]
+            try:
+                assert peak == exact_peak(with_numbers(trace, numbers), decisions, hardware)
+            except PlanError:
+                assert peak == NEVER
 
 
 @given(
@@ -146,7 +147,7 @@ def test_recorded_steps_at_other_sizes_are_close_to_what_auto_finds(name: str) -
         budget = (floor_bytes(trace) + trace.peak_bytes) // 2
         decisions = plans.decide(numbers, budget)
         assert decisions is not None
-        assert plans.peak_bytes(numbers, decisions) == exact_peak(trace, decisions, H200) <= budget
+        assert exact_peak(trace, decisions, H200) <= budget
         best = Auto(bound=False, thorough=False)(trace, H200, budget).predicted_seconds
         assert seconds_of(trace, decisions, H200) - plain <= 1.25 * (best - plain) + 0.03 * plain
 
@@ -167,24 +168,11 @@ def test_a_decision_takes_no_more_than_twenty_evaluations(share: float) -> None:
     assert whole <= 20 * one
 
 
-def test_how_far_ahead_a_swap_is_fetched_counts() -> None:
-    trace = make_trace(0, forward=14)
-    plans = Responsive(trace, H200, thorough=False)
-    peaks = []
-    for ahead in (0, 9, 0):
-        decisions = (Swap(when="ahead", ahead=ahead),) * len(trace.gaps)
-        peaks.append(plans.peak_bytes(numbers_of(trace), decisions))
-        assert peaks[-1] == exact_peak(trace, decisions, H200)
-    assert peaks[0] == peaks[2] < peaks[1]
-
-
 def test_what_is_of_another_structure_is_refused() -> None:
     plans, trace = prepared("squeezenet"), read("squeezenet")
     numbers = numbers_of(trace)
     with pytest.raises(PlanError, match=r"numbers.seconds has \d+ entries, the structure has \d+"):
         plans.decide(replace(numbers, seconds=numbers.seconds[1:]), trace.peak_bytes)
-    with pytest.raises(PlanError, match=r"there are 1 decisions, the structure has \d+ gaps"):
-        plans.peak_bytes(numbers, (Keep(),))
 
 
 def test_a_trace_without_gaps() -> None:

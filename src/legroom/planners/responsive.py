@@ -33,7 +33,6 @@ from legroom.ir import Trace
 from legroom.kernels import Codes
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap
 from legroom.planners.local import Search
-from legroom.schedule import codes_of
 from legroom.sizes import Numbers
 from legroom.tables import NEVER, Ints
 
@@ -68,7 +67,6 @@ class Resizable(Evaluator):
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
         super().__init__(trace, hardware)
         tables, packed = self.tables, self._packed
-        self._none_ahead = self._ahead
         storage_of = np.array([storage for storage, _ in t.value_ids(trace)], np.int64)
         self._of_gap = tables.gaps[:, t.G_STORAGE].copy()
         self._of_read = storage_of[tables.reads]
@@ -126,12 +124,6 @@ class Resizable(Evaluator):
     def plain_peak_bytes(self) -> int:
         return max(self.trace.head_peak_bytes, int(self._heights[:, k.TOP].max(initial=0)))
 
-    def peak_of(self, codes: Codes, ahead: Ints) -> int:
-        self._ahead = ahead
-        peak = self.evaluate(codes)[1]
-        self._ahead = self._none_ahead
-        return peak
-
     def _check(self, numbers: Numbers) -> None:
         storages, ticks, ops = len(self.trace.storages), len(self.trace.ticks), len(self.trace.ops)
         lengths = (
@@ -178,16 +170,6 @@ class Responsive:
         self.evaluator.resize(numbers)
         codes = self.codes(budget_bytes)
         return None if codes is None else tuple(_DECISIONS[codes].tolist())
-
-    def peak_bytes(self, numbers: Numbers, decisions: tuple[Decision, ...]) -> int:
-        """The peak of a step of this size under these decisions."""
-        if len(decisions) != self.evaluator.gaps:
-            raise PlanError(f"there are {len(decisions)} decisions, the structure has {self.evaluator.gaps} gaps")
-        self.evaluator.resize(numbers)
-        peak = self.evaluator.peak_of(*codes_of(decisions))
-        if peak == NEVER:
-            raise PlanError("the decisions ask for an impossible recomputation; plan again for this structure")
-        return peak
 
     def codes(self, budget_bytes: int) -> Codes | None:
         """The plan within the budget at the size that the evaluator has."""
