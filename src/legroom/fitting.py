@@ -98,6 +98,7 @@ class Asked:
         self._bounds = list(zip(dims.low.tolist(), dims.high.tolist(), strict=True))
         self._terms = [tuple(factor for factor in row if factor) for row in basis.factors.tolist()]
         self._divisors = DIVISORS[:, 0, 0].tolist() if basis.plain < len(basis.factors) else []
+        self._last: tuple[Sequence[int], list[float]] = (), []
 
     def is_near(self, features: Sequence[int]) -> bool:
         """Whether each dimension that moves is near the samples', and the others are what they should be."""
@@ -113,13 +114,18 @@ class Asked:
         return True
 
     def terms(self, features: Sequence[int]) -> list[float]:
-        """The row of Basis.at()."""
+        """The row of Basis.at(). A size is asked about more than once."""
+        last, terms = self._last
+        if last == features:
+            return terms
         dims = [float(features[column]) for column in self._columns]
         values = [1.0, *dims]
         for divisor in self._divisors:
             values += [float(dim // divisor) for dim in dims]
             values += [-float(-dim // divisor) for dim in dims]
-        return [math.prod([values[factor] for factor in term], start=1.0) for term in self._terms]
+        terms = [math.prod([values[factor] for factor in term], start=1.0) for term in self._terms]
+        self._last = tuple(features), terms
+        return terms
 
     def carried(self, features: Sequence[int]) -> float:
         """The length of the weights that the samples have here."""

@@ -114,6 +114,8 @@ class Course:
         self.put(edge, rung)
 
     def put(self, edge: Features, rung: Rung) -> None:
+        # Another plan for the same size takes other amounts at smaller ones.
+        self.peaks = {key: nbytes for key, nbytes in self.peaks.items() if key[0] != edge}
         self.asked.difference_update(self.ladder.add(edge, rung))  # may be asked for again
 
     def remember_peak(self, key: tuple[Features, Features], nbytes: int) -> None:

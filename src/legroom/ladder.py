@@ -21,6 +21,7 @@ class Ladder(Generic[T]):
         self.hits = self.misses = self.evicted = 0
         self._most = most
         self._rungs: dict[Features, T] = {}  # by use, the last one used at the end
+        self._upwards: list[Features] = []  # the same, the smallest first
 
     def __len__(self) -> int:
         return len(self._rungs)
@@ -30,14 +31,14 @@ class Ladder(Generic[T]):
 
     def find(self, features: Features) -> tuple[Features, T] | None:
         """The smallest that is large enough."""
-        best = min((edge for edge in self._rungs if covers(edge, features)), key=sum, default=None)
-        if best is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        what = self._rungs.pop(best)
-        self._rungs[best] = what
-        return best, what
+        for edge in self._upwards:
+            if covers(edge, features):
+                self.hits += 1
+                what = self._rungs.pop(edge)
+                self._rungs[edge] = what
+                return edge, what
+        self.misses += 1
+        return None
 
     def add(self, edge: Features, what: T) -> list[Features]:
         """In place of what was there for the same size; what has to go for it."""
@@ -49,13 +50,16 @@ class Ladder(Generic[T]):
             gone.append(next(other for other in self._rungs if other != largest))
             del self._rungs[gone[-1]]
         self.evicted += len(gone)
+        self._upwards = sorted(self._rungs, key=sum)
         return gone
 
     def remove(self, edge: Features) -> None:
         self._rungs.pop(edge, None)
+        self._upwards = sorted(self._rungs, key=sum)
 
     def clear(self) -> None:
         self._rungs.clear()
+        self._upwards = []
 
 
 class Shelf(Generic[K, T]):

@@ -21,27 +21,25 @@ class Peaks:
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self._trace = trace
-        self._what: list[int] = []  # comes or goes: a storage, or behind all of these the workspace of an op
-        self._signs: list[int] = []
-        # Where the step may peak: the first of them at a tick's level, the others at its peak; and after which event.
-        self._at_levels: list[tuple[int, int]] = []
-        self._at_peaks: list[tuple[int, int]] = []
+        # What comes or goes: a storage, or behind all of these the workspace of an op. Nothing does at first.
+        self._what, self._signs = [0], [0]
+        # Where the step may peak: at a tick's level, or behind all of these at its peak; and after which event.
+        self._heights: list[int] = []
+        self._events: list[int] = []
         self._walk(schedule)
+        # All that at() needs. It calls numpy as seldom as it can: see legroom.fitting.Asked.
         self._indices, self._sums = np.array(self._what, np.int64), np.array(self._signs, np.int64)
-        self._levels = np.array(self._at_levels, np.int64).reshape(-1, 2).T
-        self._tops = np.array(self._at_peaks, np.int64).reshape(-1, 2).T
+        self._at, self._after = np.array(self._heights, np.int64), np.array(self._events, np.int64)
 
     def at(self, numbers: Numbers) -> int:
         """What check_schedule() would return for with_numbers(trace, numbers)."""
-        change = np.concatenate((numbers.nbytes, numbers.workspace_bytes))[self._indices]
-        change *= self._sums
-        standing = np.concatenate(((0,), np.cumsum(change)))
-        ticks, events = self._tops
+        changes = np.concatenate((numbers.nbytes, numbers.workspace_bytes))[self._indices]
+        changes *= self._sums
         # As with_numbers() does.
-        peaks = np.maximum(numbers.peak_bytes, numbers.level_bytes)[ticks] + standing[events]
-        peak = max(numbers.head_peak_bytes, int(peaks.max(initial=0)))
-        ticks, events = self._levels
-        return max(peak, int((numbers.level_bytes[ticks] + standing[events]).max(initial=0)))
+        tops = np.maximum(numbers.peak_bytes, numbers.level_bytes)
+        heights = np.concatenate((numbers.level_bytes, tops))[self._at]
+        heights += changes.cumsum()[self._after]
+        return max(numbers.head_peak_bytes, int(heights.max(initial=0)))
 
     def _walk(self, schedule: Schedule) -> None:
         instructions = {
@@ -54,10 +52,10 @@ class Peaks:
                         self._change(instruction.storage, -1)
                     case Prefetch():
                         self._change(instruction.storage, 1)
-                        self._at_levels.append((tick, len(self._what)))
+                        self._look(tick)
                     case Replay():
                         self._replay(instruction)
-            self._at_peaks.append((tick, len(self._what)))
+            self._look(len(self._trace.ticks) + tick)
 
     def _replay(self, replay: Replay) -> None:
         """The walk that Replay describes."""
@@ -73,7 +71,7 @@ class Peaks:
                 else:
                     self._change(storage, 1)
             self._change(len(storages) + op.id, 1)
-            self._at_levels.append((replay.tick, len(self._what)))
+            self._look(replay.tick)
             self._change(len(storages) + op.id, -1)
             done = {value for value in op.reads if value in made and last_read[value] == op.id}
             useless = {value for value in op.writes if last_read.get(value, -1) <= op.id}
@@ -84,3 +82,7 @@ class Peaks:
     def _change(self, what: int, sign: int) -> None:
         self._what.append(what)
         self._signs.append(sign)
+
+    def _look(self, height: int) -> None:
+        self._heights.append(height)
+        self._events.append(len(self._what) - 1)

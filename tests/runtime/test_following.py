@@ -197,6 +197,14 @@ def test_plans_are_found_by_looking_them_up() -> None:
         assert way.course is not None
         planners = [rung.plan.planner for _, rung in way.course.ladder if not rung.program.idle]
         assert planners and set(planners) == {"auto"}
+        # And what is remembered of peaks is of the plan that is there now.
+        course = way.course
+        program.train(program.sizes(20), room.step)
+        rungs = dict(course.ladder)
+        known = {key: nbytes for key, nbytes in course.peaks.items() if key[0] in rungs}
+        assert known
+        for (edge, features), nbytes in known.items():
+            assert nbytes == room._following._now(course, features, rungs[edge])
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -863,7 +871,8 @@ def test_hooks_come_back_where_more_is_saved_than_before(runs_out: bool, monkeyp
                 step(1000)
         with room.step():
             step(1000)
-        assert room.report().fallbacks["drift: a tensor of another size was saved"] == 1
+        # In the first step too where the plan, which depends on how long ops took, moves that very tensor.
+        assert room.report().fallbacks["drift: a tensor of another size was saved"] in (1, 2)
         assert measured_peak(lambda _: step(1000), room.step, 0) <= budget
 
 
