@@ -1,6 +1,7 @@
 """How planning with `auto` grows with the step: processor seconds by the number of gaps, and how close plans come.
 
-    python bench/scaling.py [--gaps 100,300,700,1500,3000,5000] [--json PATH]
+    python bench/scaling.py [--gaps 100,300,700,1500,3000,5000]
+    python bench/scaling.py --render bench/results/scaling.json
 
 The traces are the GPT steps of bench/evaluate.py; a gap belongs to a storage of its own in nearly all cases. For each
 size both presets are planned at 75, 50 and 25 % of the range from floor to plain peak. Seconds are those of one thread;
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,15 +25,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.evaluate import conditions, gpt
+from bench import budget, tables
+from bench.evaluate import gpt
+from bench.verdicts import Verdict
 from legroom.bound import lower_bound
+from legroom.errors import LegroomError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
+from legroom.jsonio import Node, parse, read_text, write_text
 from legroom.planners.auto import Auto
 
+ROOT = Path(__file__).resolve().parents[1]
+KIND, VERSION = "scaling benchmark", 1
+SIZES = "100,300,700,1500,3000,5000"
 MACHINES = ("h200", "rtx2080ti-pcie3")
 SHARES = (0.75, 0.5, 0.25)
 LIMITS = {700: 2.0, 5000: 20.0}  # gaps: seconds within which a plan is promised
+NEAR = 0.1  # of a size that something is promised for
+MOST_GROWTH = 2.0  # of the seconds over n log n, from the first size to any other
+_HEAD = ("gaps", "storages", "ticks", "machine", "share", "plan s", "program s", "gap", "quick s", "quick gap")
+_SIZE_HEAD = ("gaps", "slowest s", "promised", "per n log n", "worst gap")
+
+
+class ScalingError(LegroomError):
+    """A file of results cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +65,32 @@ class Row:
     quick_gap: float
 
 
+@dataclass(frozen=True, slots=True)
+class Results:
+    run: Mapping[str, str]
+    rows: tuple[Row, ...]
+
+    def of(self, gaps: int) -> list[Row]:
+        return [row for row in self.rows if row.gaps == gaps]
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(dict.fromkeys(row.gaps for row in self.rows))
+
+
 def measured(gaps: int) -> list[Row]:
     trace = gpt(gaps)
     floor, peak = floor_bytes(trace), trace.peak_bytes
     rows = []
     for machine in MACHINES:
         for share in SHARES:
-            budget = floor + round(share * (peak - floor))
+            budget_bytes = floor + round(share * (peak - floor))
             clock = [time.process_time()]
-            plan = Auto()(trace, PRESETS[machine], budget)
+            plan = Auto()(trace, PRESETS[machine], budget_bytes)
             clock.append(time.process_time())
-            bound = lower_bound(trace, PRESETS[machine], budget).seconds
+            bound = lower_bound(trace, PRESETS[machine], budget_bytes).seconds
             clock.append(time.process_time())
-            quick = Auto(bound=False, thorough=False)(trace, PRESETS[machine], budget)
+            quick = Auto(bound=False, thorough=False)(trace, PRESETS[machine], budget_bytes)
             clock.append(time.process_time())
             whole, program, rest = (round(clock[i + 1] - clock[i], 3) for i in range(3))
             assert plan.gap is not None
@@ -76,40 +107,151 @@ def measured(gaps: int) -> list[Row]:
                 quick_gap=quick.predicted_seconds / bound - 1,
             )
             rows.append(row)
-            print(
-                f"{row.gaps:>6} {row.storages:>8} {row.ticks:>6} {machine:>16} {share:>6.0%} {whole:>8.2f} "
-                f"{program:>8.2f} {row.gap:>8.3%} {rest:>8.2f} {row.quick_gap:>9.3%}",
-                flush=True,
-            )
+            print("  ".join(_cells(row)), flush=True)
     return rows
 
 
-def main() -> None:
+# what comes of it
+
+
+def growth(results: Results, gaps: int) -> float:
+    """Of the slowest plan's seconds over n log n, relative to the first size."""
+
+    def relative(size: int) -> float:
+        return max(row.seconds for row in results.of(size)) / (size * math.log(size))
+
+    return relative(gaps) / relative(results.sizes[0])
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    out = []
+    for size, limit in LIMITS.items():
+        near = [row.seconds for row in results.rows if abs(row.gaps - size) <= NEAR * size]
+        claim = f"auto plans {size} gaps within {limit:.0f} s"
+        figures = f"{max(near):.2f} s at most in {len(near)} plans" if near else "not planned"
+        out.append(Verdict("gpt", claim, max(near) <= limit if near else None, figures))
+    grown = {size: growth(results, size) for size in results.sizes[1:]}
+    figures = ", ".join(f"{size}: {factor:.2f}" for size, factor in grown.items())
+    claim = f"seconds over n log n grow by a factor of {MOST_GROWTH:.0f} at most from the first size on"
+    out.append(Verdict("gpt", claim, max(grown.values()) <= MOST_GROWTH if grown else None, figures or "one size"))
+    return out
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.gaps),
+        str(row.storages),
+        str(row.ticks),
+        row.machine,
+        f"{row.share:.0%}",
+        f"{row.seconds:.2f}",
+        f"{row.program_seconds:.2f}",
+        f"{row.gap:.3%}",
+        f"{row.quick_seconds:.2f}",
+        f"{row.quick_gap:.3%}",
+    )
+
+
+def _size_cells(results: Results, gaps: int) -> tuple[str, ...]:
+    promised = next((f"{limit:.0f} s" for at, limit in LIMITS.items() if abs(gaps - at) <= NEAR * at), "")
+    rows = results.of(gaps)
+    slowest, worst = max(row.seconds for row in rows), max(row.gap for row in rows)
+    return str(gaps), f"{slowest:.2f}", promised, f"{growth(results, gaps):.2f}", f"{worst:.3%}"
+
+
+def table(results: Results) -> str:
+    sizes = tables.text(_SIZE_HEAD, [_size_cells(results, size) for size in results.sizes], words=())
+    return "\n".join([sizes, "", *map(str, verdicts(results))])
+
+
+def page(results: Results) -> str:
+    run = ", ".join(f"{key} {value}" for key, value in results.run.items() if key != "command")
+    lines = [(v.claim, v.word if v.met else f"**{v.word}**", v.figures) for v in verdicts(results)]
+    assert __doc__ is not None
+    return "\n\n".join(
+        [
+            "# How long auto plans",
+            "Written by `python bench/scaling.py`. " + " ".join(__doc__.strip().split("\n\n")[-1].split()),
+            f"Run: {run}",
+            f"```console\n$ {results.run.get('command', '')}\n```",
+            "## What must hold",
+            tables.markdown(("claim", "", "figures"), lines, words=(0, 1, 2)),
+            "## By size",
+            tables.markdown(_SIZE_HEAD, [_size_cells(results, size) for size in results.sizes], words=()),
+            "## Plans",
+            tables.markdown(_HEAD, [_cells(row) for row in results.rows], words=(3,)) + "\n",
+        ]
+    )
+
+
+def to_json(results: Results) -> str:
+    rows = [asdict(row) for row in results.rows]
+    return json.dumps({"kind": KIND, "version": VERSION, "run": dict(results.run), "rows": rows}, indent=1) + "\n"
+
+
+def from_json(text: str) -> Results:
+    fields = parse(text, kind=KIND, version=VERSION, error=ScalingError).fields("run", "rows")
+    run = fields["run"]
+    if not isinstance(run.value, dict):
+        run.fail("expected an object")
+    rows = tuple(_row_from(node) for node in fields["rows"].items(longest=10_000))
+    if not rows or any(row.gaps < 2 or not row.seconds for row in rows):
+        raise ScalingError("expected rows of 2 gaps and more, with the seconds that planning took")
+    return Results({name: entry.text() for name, entry in run.fields(*run.value).items()}, rows)
+
+
+def _row_from(node: Node) -> Row:
+    integers = ("gaps", "storages", "ticks")
+    numbers = ("share", "seconds", "program_seconds", "quick_seconds", "gap", "quick_gap")
+    fields = node.fields("machine", *integers, *numbers)
+    return Row(
+        machine=fields["machine"].text(),
+        **{name: fields[name].integer() for name in integers},
+        **{name: fields[name].number(least=-1.0) for name in numbers},
+    )
+
+
+# the command
+
+
+def _sizes(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 10 <= int(part) <= 100_000 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers of gaps from 10 on, separated by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gaps", default="100,300,700,1500,3000,5000", help="sizes, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args()
+    parser.add_argument("--gaps", type=_sizes, default=_sizes(SIZES), help=f"sizes, separated by commas ({SIZES})")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "scaling.json")
+    parser.add_argument("--render", type=Path, help="only write the page beside this results file")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    if parsed.render:
+        results = from_json(read_text(parsed.render, error=ScalingError))
+        parsed.render.with_suffix(".md").write_text(page(results), encoding="utf-8")
+        print(table(results))
+        return 0
+    run = budget.conditions(arguments, parsed.commit, script="bench/scaling.py")
+    parsed.json.parent.mkdir(parents=True, exist_ok=True)
     small = gpt(100)  # loads the compiled kernels, and scipy
     Auto()(small, PRESETS["h200"], (floor_bytes(small) + small.peak_bytes) // 2)
-    print(
-        f"{'gaps':>6} {'storages':>8} {'ticks':>6} {'machine':>16} {'budget':>6} {'plan s':>8} "
-        f"{'program':>8} {'gap':>8} {'quick s':>8} {'quick gap':>9}"
-    )
-    rows = [row for gaps in arguments.gaps.split(",") for row in measured(int(gaps))]
-    print(f"\n{'gaps':>6} {'slowest s':>9} {'promised':>8} {'per n log n':>11} {'worst gap':>9}")
-    first: float | None = None
-    for gaps in dict.fromkeys(row.gaps for row in rows):
-        mine = [row for row in rows if row.gaps == gaps]
-        slowest = max(row.seconds for row in mine)
-        growth = slowest / (gaps * math.log(gaps))
-        first = first or growth
-        promised = next((f"{limit:.0f} s" for at, limit in LIMITS.items() if 0.9 * at <= gaps <= 1.1 * at), "")
-        worst = max(row.gap for row in mine)
-        print(f"{gaps:>6} {slowest:>9.2f} {promised:>8} {growth / first:>11.2f} {worst:>9.3%}")
-    if arguments.json:
-        results = {"conditions": conditions(), "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print("  ".join(_HEAD))
+    results = Results(run, tuple(row for gaps in parsed.gaps for row in measured(gaps)))
+    write_text(parsed.json, to_json(results), error=ScalingError)
+    parsed.json.with_suffix(".md").write_text(page(results), encoding="utf-8")
+    print("\n" + table(results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LegroomError as error:
+        sys.exit(f"scaling.py: {error}")

@@ -1,0 +1,87 @@
+"""The bench of planning time: its verdicts, its file, and one run from the command to the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import scaling
+from bench.scaling import Results, Row, ScalingError, from_json, growth, page, to_json, verdicts
+
+ROOT = Path(__file__).parents[1]
+RUN = {"command": "python bench/scaling.py", "torch": "2.13.0"}
+ROW = Row(100, 300, 200, "h200", 0.5, 0.2, 0.1, 0.05, 0.001, -0.0001)
+
+
+def results(*sizes: tuple[int, float]) -> Results:
+    return Results(RUN, tuple(replace(ROW, gaps=gaps, seconds=seconds) for gaps, seconds in sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (((100, 0.2), (700, 1.9), (700, 2.0), (5000, 19.0)), ["met", "met", "met"]),
+        (((100, 0.2), (700, 1.9), (690, 2.1), (5000, 20.1)), ["missed", "missed", "met"]),
+        (((100, 0.2), (1500, 9.6)), ["not measured", "not measured", "missed"]),
+        (((700, 1.0),), ["met", "not measured", "not measured"]),
+    ],
+)
+def test_what_must_hold(sizes: tuple[tuple[int, float], ...], words: list[str]) -> None:
+    assert [verdict.word for verdict in verdicts(results(*sizes))] == words
+
+
+def test_growth_is_relative_to_n_log_n() -> None:
+    assert growth(results((100, 1.0), (10_000, 200.0)), 10_000) == pytest.approx(1.0)
+    assert growth(results((100, 1.0), (10_000, 10_000.0)), 10_000) == pytest.approx(50.0)
+
+
+def test_results_come_back_from_their_text() -> None:
+    known = results((100, 0.2), (700, 1.9))
+    assert from_json(to_json(known)) == known
+    assert "0.100%" in page(known) and "-0.010%" in page(known) and RUN["command"] in page(known)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "plan"}, "kind"),
+        ({"version": 9}, "version"),
+        ({"rows": []}, "expected rows"),
+        ({"rows": [{**json.loads(to_json(results((100, 1.0))))["rows"][0], "gaps": 1}]}, "expected rows"),
+        ({"rows": [{"gaps": 3}]}, "missing"),
+        ({"run": 7}, "expected an object"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ScalingError, match=said):
+        from_json(json.dumps({**json.loads(to_json(results((100, 1.0)))), **change}))
+
+
+def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "scaling.json"
+    assert scaling.main(["--gaps", "20,40", "--commit", "abc", "--json", str(found)]) == 0
+    first = found.with_suffix(".md").read_text()
+    assert "per n log n" in first and "commit abc" in first and "**not measured**" in first
+    assert scaling.main(["--render", str(found)]) == 0
+    assert found.with_suffix(".md").read_text() == first
+    assert "slowest s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gaps", "many"), "got 'many'"),
+        (("--gaps", "100,,300"), "got '100,,300'"),
+        (("--gaps", "1"), "from 10 on"),
+        (("--render", "nowhere.json"), "cannot be read"),
+    ],
+)
+def test_nonsense_is_refused_in_a_line(arguments: tuple[str, str], said: str) -> None:
+    command = [sys.executable, str(ROOT / "bench" / "scaling.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
