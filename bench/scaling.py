@@ -5,7 +5,7 @@
 
 The traces are the GPT steps of bench/evaluate.py; a gap belongs to a storage of its own in nearly all cases. For each
 size both presets are planned at 75, 50 and 25 % of the range from floor to plain peak. Seconds are those of one thread;
-"program" is what the linear program takes by itself, which a plan needs less of where it is near its bound early;
+"program" is what the linear program takes by itself, with more ticks than auto lets it look at;
 "quick" what planning takes without it and without asking others (as in re-plans). "per n log n" is the slowest of a
 size over n log n, relative to the first size.
 """
