@@ -77,6 +77,9 @@ def draw(results: Results, path: Path) -> bool:
             panel.axhline(plain.mean_ms, color="grey", linewidth=0.5)
         # Offloading everything takes tens of times as long as the rest; on a linear axis nothing else would be seen.
         panel.set_yscale("log")
+        times = [row.mean_ms for row in rows if row.mean_ms > 0]
+        if times:  # where there is one time alone, matplotlib may choose an axis without any height
+            panel.set_ylim(0.9 * min(times), 1.1 * max(times))
         for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
             set_formatter(ticker.ScalarFormatter())
         panel.set(title=workload, xlabel="peak allocated, GiB", ylabel="ms per step")

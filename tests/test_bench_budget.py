@@ -17,7 +17,7 @@ from bench.children import run_child
 from bench.measure import Job, measure, needed_bytes
 from bench.meters import MIB, CpuMeter
 from bench.peers import PEERS
-from bench.render import page, table
+from bench.render import draw, page, table
 from bench.rows import Results, Row, RowsError, from_json, read, to_json, write
 from bench.verdicts import verdicts
 from bench.workloads import WORKLOADS
@@ -262,3 +262,11 @@ def test_unknown_contenders_are_refused(wrong: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         budget.main(["--contenders", wrong])
     assert wrong.split(",")[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("milliseconds", [6.53, 43.84393972260028])
+def test_a_panel_with_one_time_alone_is_drawn(tmp_path: Path, milliseconds: float) -> None:
+    """On a logarithmic axis matplotlib chose no height for these, and divided by it."""
+    plain = Row("tiny", "plain", "ok", mean_ms=milliseconds, allocated_bytes=2**22)
+    assert draw(Results(({"command": "x"},), (plain,)), tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 1000
