@@ -21,6 +21,7 @@ from legroom.jsonio import Node
 
 _TAIL_CHARACTERS = 600
 OVER = "the time for the whole run was over"
+TOLD = "told to end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def run_child(
 
 def out_of_time(row: Row) -> bool:
     """There was no time to measure it, or to end measuring it."""
-    return row.status in ("skipped", "timeout") and row.detail.startswith(OVER)
+    return row.status in ("skipped", "timeout") and row.detail.startswith((OVER, TOLD))
 
 
 def append_row(path: Path, fields: dict[str, object]) -> None:
@@ -92,7 +93,9 @@ def _wait(
                 last, size = now, now_size
             if now - last > timeout_seconds:
                 return f"no result within {timeout_seconds:.0f} s"
-            if now > until or (stop is not None and stop.is_set()):
+            if stop is not None and stop.is_set():
+                return TOLD
+            if now > until:
                 return OVER
 
 

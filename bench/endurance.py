@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
-from bench.children import OVER, run_child
+from bench.children import OVER, TOLD, out_of_time, run_child
 from bench.measure import LEGROOM, Job
 from bench.rows import Results, Row, read, write
 from bench.verdicts import SMALLEST, Verdict, lower_than, peaks_of_peers
@@ -68,7 +68,7 @@ def job_for(known: Results, workload: str, spec: str, *, steps: int, seconds: fl
 def measured(job: Job, folder: Path, timeout_seconds: float, until: float, stop: threading.Event) -> Row:
     """The row of a process that runs the job."""
     if time.monotonic() > until or stop.is_set():
-        return Row(job.workload, job.contenders[0], "skipped", OVER)
+        return Row(job.workload, job.contenders[0], "skipped", TOLD if stop.is_set() else OVER)
     folder.mkdir()
     ended = run_child(
         [sys.executable, str(ROOT / "bench" / "budget.py"), "--one", job.to_json()],
@@ -218,7 +218,8 @@ def main(arguments: Sequence[str], stop: threading.Event | None = None) -> int:
             nonlocal results
             row = measured(job, Path(folder) / str(number), parsed.timeout, until, stop)
             with lock:
-                results = results.with_rows([replace(row, run=len(results.runs) - 1)])
+                if not (out_of_time(row) and row.contender in results.of(row.workload)):  # else the known one stays
+                    results = results.with_rows([replace(row, run=len(results.runs) - 1)])
                 write(parsed.json, results)
                 print("  " + "  ".join(_cells(row)), flush=True)
 

@@ -196,19 +196,21 @@ def from_json(text: str) -> Results:
     if not isinstance(run.value, dict):
         run.fail("expected an object")
     rows = tuple(_row_from(node) for node in fields["rows"].items(longest=10_000))
-    if not rows or any(row.gaps < 2 or not row.seconds for row in rows):
-        raise ScalingError("expected rows of 2 gaps and more, with the seconds that planning took")
-    return Results({name: entry.text() for name, entry in run.fields(*run.value).items()}, rows)
+    if not rows or any(row.gaps < 2 for row in rows):
+        raise ScalingError("expected rows, all of 2 gaps and more")
+    named = run.fields(*(Node(name, "run", ScalingError).text() for name in run.value))
+    return Results({name: entry.text() for name, entry in named.items()}, rows)
 
 
 def _row_from(node: Node) -> Row:
     integers = ("gaps", "storages", "ticks")
-    numbers = ("share", "seconds", "program_seconds", "quick_seconds", "gap", "quick_gap")
-    fields = node.fields("machine", *integers, *numbers)
+    numbers = {"share": 0.0, "program_seconds": 0.0, "quick_seconds": 0.0, "gap": -1.0, "quick_gap": -1.0}
+    fields = node.fields("machine", "seconds", *integers, *numbers)
     return Row(
         machine=fields["machine"].text(),
+        seconds=fields["seconds"].number(least=1e-6, most=1e9),
         **{name: fields[name].integer() for name in integers},
-        **{name: fields[name].number(least=-1.0) for name in numbers},
+        **{name: fields[name].number(least=least, most=1e9) for name, least in numbers.items()},
     )
 
 
@@ -222,12 +224,23 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _results(text: str) -> Path:
+    if Path(text).suffix == ".md":
+        raise argparse.ArgumentTypeError(f"expected a JSON file, got {text!r}, where the page would be written")
+    return Path(text)
+
+
+def _write(path: Path, results: Results) -> None:
+    write_text(path, to_json(results), error=ScalingError)
+    write_text(path.with_suffix(".md"), page(results), error=ScalingError)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gaps", type=_sizes, default=_sizes(SIZES), help=f"sizes, separated by commas ({SIZES})")
     parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "scaling.json")
-    parser.add_argument("--render", type=Path, help="only write the page beside this results file")
+    parser.add_argument("--json", type=_results, default=ROOT / "bench" / "results" / "scaling.json")
+    parser.add_argument("--render", type=_results, help="only write the page beside this results file")
     return parser
 
 
@@ -235,17 +248,17 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.render:
         results = from_json(read_text(parsed.render, error=ScalingError))
-        parsed.render.with_suffix(".md").write_text(page(results), encoding="utf-8")
+        write_text(parsed.render.with_suffix(".md"), page(results), error=ScalingError)
         print(table(results))
         return 0
     run = budget.conditions(arguments, parsed.commit, script="bench/scaling.py")
-    parsed.json.parent.mkdir(parents=True, exist_ok=True)
+    if not parsed.json.parent.is_dir():
+        raise ScalingError(f"{parsed.json.parent}: there is no such folder to write results to")
     small = gpt(100)  # loads the compiled kernels, and scipy
     Auto()(small, PRESETS["h200"], (floor_bytes(small) + small.peak_bytes) // 2)
     print("  ".join(_HEAD))
     results = Results(run, tuple(row for gaps in parsed.gaps for row in measured(gaps)))
-    write_text(parsed.json, to_json(results), error=ScalingError)
-    parsed.json.with_suffix(".md").write_text(page(results), encoding="utf-8")
+    _write(parsed.json, results)
     print("\n" + table(results))
     return 0
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,23 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert endurance.main([*arguments, "--limit", "0", "--budget", known, "--json", str(tmp_path / "l.json")]) == 0
     assert {row.status for row in read(tmp_path / "l.json").rows} == {"skipped"}
     assert "all steps ran" in capsys.readouterr().out
+
+
+def test_what_is_known_stays_where_it_is_told_to_end(tmp_path: Path) -> None:
+    write(tmp_path / "budget.json", PEERS)
+    workload = PEERS.workloads()[0]
+    known = Row(workload, "legroom@smallest", "ok", "", steps=1000)
+    found = tmp_path / "endurance.json"
+    write(found, Results(({"command": "before"},), (known,)))
+    stop = threading.Event()
+    stop.set()
+    files = ["--budget", str(tmp_path / "budget.json"), "--from", str(found), "--json", str(found)]
+    endurance.main(
+        ["--only", workload, "--budgets", "smallest,50%", "--device", "cpu", "--commit", "abc", *files], stop
+    )
+    rows = read(found).of(workload)
+    assert rows["legroom@smallest"] == known
+    assert (rows["legroom@50%"].status, rows["legroom@50%"].detail) == ("skipped", "told to end")
 
 
 @pytest.mark.parametrize("held_back", [False, True])

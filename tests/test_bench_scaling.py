@@ -55,6 +55,9 @@ def test_results_come_back_from_their_text() -> None:
         ({"rows": [{**json.loads(to_json(results((100, 1.0))))["rows"][0], "gaps": 1}]}, "expected rows"),
         ({"rows": [{"gaps": 3}]}, "missing"),
         ({"run": 7}, "expected an object"),
+        ({"run": {"\ud800": "x"}}, "run"),
+        ({"rows": [{**json.loads(to_json(results((100, 1.0))))["rows"][0], "seconds": 5e-324}]}, "seconds"),
+        ({"rows": [{**json.loads(to_json(results((100, 1.0))))["rows"][0], "quick_seconds": -0.5}]}, "quick_seconds"),
     ],
 )
 def test_a_file_that_is_none_is_refused(change: dict[str, object], said: str) -> None:
@@ -79,6 +82,8 @@ def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--gaps", "100,,300"), "got '100,,300'"),
         (("--gaps", "1"), "from 10 on"),
         (("--render", "nowhere.json"), "cannot be read"),
+        (("--render", "scaling.md"), "expected a JSON file"),
+        (("--json", "nowhere/scaling.json"), "no such folder"),
     ],
 )
 def test_nonsense_is_refused_in_a_line(arguments: tuple[str, str], said: str) -> None:
