@@ -111,12 +111,17 @@ class Course:
         for other, made in self.ladder:
             if made.plan.planner == AT_ONCE and self.edge_for(other) == self.edge_for(edge):
                 self.ladder.remove(other)
+                self._forget_peaks({other})
         self.put(edge, rung)
 
     def put(self, edge: Features, rung: Rung) -> None:
-        # Another plan for the same size takes other amounts at smaller ones.
-        self.peaks = {key: nbytes for key, nbytes in self.peaks.items() if key[0] != edge}
-        self.asked.difference_update(self.ladder.add(edge, rung))  # may be asked for again
+        gone = self.ladder.add(edge, rung)
+        self._forget_peaks({edge, *gone})
+        self.asked.difference_update(gone)  # may be asked for again
+
+    def _forget_peaks(self, edges: Set[Features]) -> None:
+        """Another plan for the same size takes other amounts at smaller ones."""
+        self.peaks = {key: nbytes for key, nbytes in self.peaks.items() if key[0] not in edges}
 
     def remember_peak(self, key: tuple[Features, Features], nbytes: int) -> None:
         if len(self.peaks) >= REMEMBERED_STEPS:
@@ -418,7 +423,7 @@ class Following:
             rung = self._made_at_once(course, largest, more_bytes)
         except BudgetError:
             return None
-        if rung is None or self._peak(course, features, largest, rung) + more_bytes > self._budget_bytes:
+        if rung is None or self._now(course, features, rung) + more_bytes > self._budget_bytes:
             return None
         return largest, rung
 

@@ -15,13 +15,15 @@ from legroom.ir import Trace, Value
 from legroom.schedule import Drop, Prefetch, Release, Replay, Schedule
 from legroom.sizes import Numbers
 
+_NONE = np.zeros(1, np.int64)
+
 
 class Peaks:
     """For a schedule that passed check_schedule() with this trace, or with one of the same structure."""
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self._trace = trace
-        # What comes or goes: a storage, or behind all of these the workspace of an op. Nothing does at first.
+        # What comes or goes: nothing at first, then a storage, or behind all of these the workspace of an op.
         self._what, self._signs = [0], [0]
         # Where the step may peak: at a tick's level, or behind all of these at its peak; and after which event.
         self._heights: list[int] = []
@@ -32,8 +34,8 @@ class Peaks:
         self._at, self._after = np.array(self._heights, np.int64), np.array(self._events, np.int64)
 
     def at(self, numbers: Numbers) -> int:
-        """What check_schedule() would return for with_numbers(trace, numbers)."""
-        changes = np.concatenate((numbers.nbytes, numbers.workspace_bytes))[self._indices]
+        """What check_schedule() would return for the trace with these numbers. Their seconds do not matter."""
+        changes = np.concatenate((_NONE, numbers.nbytes, numbers.workspace_bytes))[self._indices]
         changes *= self._sums
         # As with_numbers() does.
         tops = np.maximum(numbers.peak_bytes, numbers.level_bytes)
@@ -80,7 +82,7 @@ class Peaks:
                 self._change(storage, -1)
 
     def _change(self, what: int, sign: int) -> None:
-        self._what.append(what)
+        self._what.append(1 + what)
         self._signs.append(sign)
 
     def _look(self, height: int) -> None:

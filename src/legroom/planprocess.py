@@ -87,8 +87,9 @@ class _Child:
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.silent = False
+        self.ended = threading.Event()  # it will say no more than what is in `lines`
         assert self.process.stdout is not None
-        threading.Thread(target=_read, args=(self.process.stdout, self.lines), daemon=True).start()
+        threading.Thread(target=_read, args=(self.process.stdout, self.lines, self.ended), daemon=True).start()
 
     def said(self, until: float) -> str:
         """The next line; ProcessError where none comes."""
@@ -107,10 +108,11 @@ class _Child:
         _end(self.process)
 
 
-def _read(pipe: IO[str], lines: queue.SimpleQueue[str]) -> None:
+def _read(pipe: IO[str], lines: queue.SimpleQueue[str], ended: threading.Event) -> None:
     with contextlib.suppress(OSError, ValueError), pipe:
         while line := pipe.readline(LARGEST_TEXT_BYTES):
             lines.put(line)
+    ended.set()
     lines.put("")
 
 
@@ -135,6 +137,8 @@ class PlanProcess:
     def plan(self, planner: Planner, trace: Trace, hardware: Hardware, budget_bytes: int) -> tuple[Plan, Schedule]:
         """Raises BudgetError where there is none, PlanError where planning fails, ProcessError without an answer."""
         child = self._started()
+        if child.ended.is_set():  # one that reads no more either would be written to without end
+            raise ProcessError("the planning process has ended")
         self._questions += 1
         question = {
             "kind": "plan question",

@@ -42,7 +42,7 @@ class Numbers:
     peak_bytes: Ints  # by tick
     head_peak_bytes: int
     workspace_bytes: Ints  # by op
-    seconds: Floats  # by op
+    seconds: Floats  # by op; none where only sizes were asked for
 
 
 def numbers_of(trace: Trace) -> Numbers:
@@ -198,6 +198,7 @@ class SizeModel:
 
     def knows(self, features: Features) -> bool:
         """Whether `predict` can be relied upon, up to `reserve_bytes`."""
+        self._check(features)
         known = self._asked.get(features)
         if known is None:
             if len(self._asked) >= MOST_ASKED:
@@ -206,7 +207,6 @@ class SizeModel:
         return known
 
     def _knows(self, features: Features) -> bool:
-        self._check(features)
         if features in self._samples:
             return True
         # Where no more samples will come, a rough fit with a large reserve is better than none.

@@ -74,6 +74,12 @@ def test_it_counts_what_each_action_does(decision: Keep | Swap | Recompute) -> N
     assert Peaks(trace, schedule).at(twice) == proven(trace, schedule, twice)
 
 
+def test_a_trace_of_nothing() -> None:
+    trace = replace(make_trace(3, forward=5), storages=(), ops=(), ticks=(), head_peak_bytes=7)
+    schedule = Schedule((), signature(trace))
+    assert Peaks(trace, schedule).at(numbers_of(trace)) == check_schedule(trace, schedule) == 7
+
+
 def test_a_peak_before_the_first_tick_counts() -> None:
     trace = make_trace(3, forward=5)
     schedule = lower(trace, make_plan(trace, (Keep(),) * len(trace.gaps)), H200)

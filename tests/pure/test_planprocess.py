@@ -121,6 +121,21 @@ def test_a_process_that_says_no_more_is_not_waited_for(tmp_path: Path, monkeypat
     assert time.monotonic() - began < WAIT_SECONDS
 
 
+def test_a_process_that_neither_says_nor_reads_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question larger than a pipe holds would wait for a reader."""
+    deaf = tmp_path / "python"
+    deaf.write_text(f"#!/bin/sh\necho {HELLO}\nexec >&-\nexec sleep 100\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    process = PlanProcess()
+    assert process._started().ended.wait(WAIT_SECONDS)
+    with pytest.raises(ProcessError, match="ended"):
+        process.plan(quick(Auto()), load("bert"), H200, half_way(load("bert")))
+    process.close()
+
+
 def test_a_python_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for executable in ("", "/nowhere/python", "/bin/false"):
         monkeypatch.setattr(sys, "executable", executable)
