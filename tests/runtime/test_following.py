@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import legroom
 from legroom.errors import StepError
-from legroom.following import MOST_COURSES, MOST_WAYS
+from legroom.following import AT_ONCE, MOST_COURSES, MOST_WAYS
 from legroom.hardware import PRESETS
 from legroom.planners import quick
 from legroom.planners.auto import Auto
@@ -205,6 +205,13 @@ def test_plans_are_found_by_looking_them_up() -> None:
         assert known
         for (edge, features), nbytes in known.items():
             assert nbytes == room._following._now(course, features, rungs[edge])
+        # Nor is anything remembered of one that made way for another under a smaller size.
+        edge, rung = next((edge, rung) for edge, rung in course.ladder if edge == course.edge_for(edge))
+        smaller = tuple(size - (size == max(edge)) for size in edge)
+        course.put(edge, replace(rung, plan=replace(rung.plan, planner=AT_ONCE)))
+        course.remember_peak((edge, smaller), 1)
+        course.improve(smaller, rung)
+        assert edge not in dict(course.ladder) and (edge, smaller) not in course.peaks
 
 
 @pytest.mark.parametrize("killed", [False, True])
