@@ -230,11 +230,6 @@ def _results(text: str) -> Path:
     return Path(text)
 
 
-def _write(path: Path, results: Results) -> None:
-    write_text(path, to_json(results), error=ScalingError)
-    write_text(path.with_suffix(".md"), page(results), error=ScalingError)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gaps", type=_sizes, default=_sizes(SIZES), help=f"sizes, separated by commas ({SIZES})")
@@ -258,7 +253,8 @@ def main(arguments: Sequence[str]) -> int:
     Auto()(small, PRESETS["h200"], (floor_bytes(small) + small.peak_bytes) // 2)
     print("  ".join(_HEAD))
     results = Results(run, tuple(row for gaps in parsed.gaps for row in measured(gaps)))
-    _write(parsed.json, results)
+    write_text(parsed.json, to_json(results), error=ScalingError)
+    write_text(parsed.json.with_suffix(".md"), page(results), error=ScalingError)
     print("\n" + table(results))
     return 0
 

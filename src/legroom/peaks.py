@@ -22,28 +22,32 @@ class Peaks:
     """For a schedule that passed check_schedule() with this trace, or with one of the same structure."""
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
-        self._trace = trace
-        # What comes or goes: nothing at first, then a storage, or behind all of these the workspace of an op.
-        self._what, self._signs = [0], [0]
-        # Where the step may peak: at a tick's level, or behind all of these at its peak; and after which event.
-        self._heights: list[int] = []
-        self._events: list[int] = []
-        self._walk(schedule)
-        # All that at() needs. It calls numpy as seldom as it can: see legroom.fitting.Asked.
-        self._indices, self._sums = np.array(self._what, np.int64), np.array(self._signs, np.int64)
-        self._at, self._after = np.array(self._heights, np.int64), np.array(self._events, np.int64)
+        walk = _Walk(trace, schedule)
+        self._what, self._signs = np.array(walk.what, np.int64), np.array(walk.signs, np.int64)
+        self._heights, self._events = np.array(walk.heights, np.int64), np.array(walk.events, np.int64)
 
     def at(self, numbers: Numbers) -> int:
         """What check_schedule() would return for the trace with these numbers. Their seconds do not matter."""
-        changes = np.concatenate((_NONE, numbers.nbytes, numbers.workspace_bytes))[self._indices]
-        changes *= self._sums
+        # Numpy is called as seldom as can be: see legroom.fitting.Asked.
+        changes = np.concatenate((_NONE, numbers.nbytes, numbers.workspace_bytes))[self._what]
+        changes *= self._signs
         # As with_numbers() does.
         tops = np.maximum(numbers.peak_bytes, numbers.level_bytes)
-        heights = np.concatenate((numbers.level_bytes, tops))[self._at]
-        heights += changes.cumsum()[self._after]
+        heights = np.concatenate((numbers.level_bytes, tops))[self._heights]
+        heights += changes.cumsum()[self._events]
         return max(numbers.head_peak_bytes, int(heights.max(initial=0)))
 
-    def _walk(self, schedule: Schedule) -> None:
+
+class _Walk:
+    """Goes through a schedule once."""
+
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self._trace = trace
+        # What comes or goes: nothing at first, then a storage, or behind all of these the workspace of an op.
+        self.what, self.signs = [0], [0]
+        # Where the step may peak: at a tick's level, or behind all of these at its peak; and after which event.
+        self.heights: list[int] = []
+        self.events: list[int] = []
         instructions = {
             tick: list(here) for tick, here in itertools.groupby(schedule.instructions, key=lambda i: i.tick)
         }
@@ -82,9 +86,9 @@ class Peaks:
                 self._change(storage, -1)
 
     def _change(self, what: int, sign: int) -> None:
-        self._what.append(1 + what)
-        self._signs.append(sign)
+        self.what.append(1 + what)
+        self.signs.append(sign)
 
     def _look(self, height: int) -> None:
-        self._heights.append(height)
-        self._events.append(len(self._what) - 1)
+        self.heights.append(height)
+        self.events.append(len(self.what) - 1)

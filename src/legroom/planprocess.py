@@ -86,21 +86,17 @@ class _Child:
             process_group=0 if os.name == "posix" else None,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.silent = False
         self.ended = threading.Event()  # it will say no more than what is in `lines`
         assert self.process.stdout is not None
         threading.Thread(target=_read, args=(self.process.stdout, self.lines, self.ended), daemon=True).start()
 
     def said(self, until: float) -> str:
         """The next line; ProcessError where none comes."""
-        if self.silent:  # the end is told once; one that ends may still take questions for a moment
-            raise ProcessError("the planning process has ended")
         try:
             line = self.lines.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             raise ProcessError("the planning process does not answer") from None
         if not line.endswith("\n"):
-            self.silent = True
             raise ProcessError("the planning process ended without an answer")
         return line
 
@@ -137,7 +133,9 @@ class PlanProcess:
     def plan(self, planner: Planner, trace: Trace, hardware: Hardware, budget_bytes: int) -> tuple[Plan, Schedule]:
         """Raises BudgetError where there is none, PlanError where planning fails, ProcessError without an answer."""
         child = self._started()
-        if child.ended.is_set():  # one that reads no more either would be written to without end
+        # The end is told once. One that ends may still take questions for a moment, and one that reads no more would be
+        # written to without end.
+        if child.ended.is_set():
             raise ProcessError("the planning process has ended")
         self._questions += 1
         question = {
