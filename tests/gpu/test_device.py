@@ -419,16 +419,18 @@ def test_the_cap_is_exact_and_the_one_before_comes_back(device: CudaDevice) -> N
 def test_pages_that_are_mapped_stay_below_the_cap(device: CudaDevice, room_mib: int, request_mib: int) -> None:
     torch.cuda.empty_cache()
     cap = torch.cuda.memory_reserved() + room_mib * MIB
-    held = []
+    held: list[torch.Tensor] = []
     device.set_cap(cap)
-    with contextlib.suppress(torch.OutOfMemoryError):
-        while len(held) < 50:
-            # Small ones, too, which have pages of 2 MiB: the grid of the large ones moves.
-            held += [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
-            held.append(torch.empty(request_mib * MIB, dtype=torch.uint8, device="cuda"))
-    assert len(held) < 50
-    assert cap - (request_mib + 48) * MIB < torch.cuda.memory_reserved() <= cap
-    device.set_cap(None)
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while len(held) < 4 * room_mib:
+                # Small ones, too, which have pages of 2 MiB: the grid of the large ones moves.
+                held += [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+                held.append(torch.empty(request_mib * MIB, dtype=torch.uint8, device="cuda"))
+        assert len(held) < 4 * room_mib
+        assert cap - (request_mib + 48) * MIB < torch.cuda.memory_reserved() <= cap
+    finally:
+        device.set_cap(None)
 
 
 HOLDER = "import sys, torch; x = torch.zeros(2**30, device='cuda', dtype=torch.uint8); print('up', flush=True); input()"
