@@ -97,6 +97,36 @@ def test_what_never_settles_is_taken_as_it_is() -> None:
     assert pace.hear(0.1)  # and stays so
 
 
+def test_steps_that_go_up_and_down_are_timed_again() -> None:
+    """The halves are alike, and the median of one round says nothing about the next."""
+    pace, clock = Pace(), Clock()
+    run(pace, clock, [0.1, 0.14] * (TIMED_STEPS // 2))
+    clock.reached = clock.now
+    assert not pace.hear(0.1)
+    run(pace, clock, [0.14] + [0.1] * (TIMED_STEPS - 1))  # one alone is nothing
+    clock.reached = clock.now
+    assert pace.hear(0.1)
+    assert pace.factor == pytest.approx(1.0)
+
+
+def test_the_steadiest_round_counts_and_not_one_of_another_plan() -> None:
+    pace, clock = Pace(), Clock()
+    uneasy, calmer = [0.2, 0.1] * (TIMED_STEPS // 2), [0.12, 0.13] * (TIMED_STEPS // 2)
+    for number in range(MOST_ROUNDS):
+        run(pace, clock, calmer if number == 1 else uneasy)
+        clock.reached = clock.now
+        heard = pace.hear(0.1)
+    assert heard
+    assert pace.factor == pytest.approx(1.25)
+    pace.new_plan()
+    for _ in range(MOST_ROUNDS):
+        run(pace, clock, uneasy)
+        clock.reached = clock.now
+        heard = pace.hear(0.1)
+    assert heard
+    assert pace.factor == pytest.approx(1.5)
+
+
 def test_nonsense_is_bounded() -> None:
     pace, clock = Pace(), Clock()
     run(pace, clock, [100.0] * TIMED_STEPS)

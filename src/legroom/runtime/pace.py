@@ -20,8 +20,9 @@ from legroom.runtime.device import Device, Stamp
 
 TIMED_STEPS = 8
 # Steps that are still getting faster, or slower, say nothing about later ones: ResNet-152 took 148 ms, and 128 a second
-# later. They are timed again, so many times at most.
-MOST_ROUNDS, _STEADY = 4, 0.03
+# later. Nor do steps that go up and down, as where others use the host: BERT took 76 ms and 106 in turn, ten steps long
+# each. They are timed again, so many times at most; then the steadiest of them count.
+MOST_ROUNDS, _STEADY = 6, 0.03
 _LEAST, _MOST = 0.5, 3.0  # beyond that something else went on than the step that was simulated
 _AHEAD_AFTER = 4  # steps: to get ahead takes a while
 _AHEAD = 0.02  # of the step's time: a device that is less behind is as good as waiting
@@ -30,6 +31,22 @@ _AHEAD = 0.02  # of the step's time: a device that is less behind is as good as 
 class _Mark(NamedTuple):
     stamp: Stamp
     host_seconds: float
+
+
+class _Round(NamedTuple):
+    """What one round of timed steps came to."""
+
+    moved: float  # how far its steps lie apart, of the time of one: the quarters, or the first half and the second
+    seconds: float
+    behind: float
+
+    @staticmethod
+    def of(seconds: list[float], behind: list[float]) -> _Round:
+        median = statistics.median(seconds)
+        first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
+        halves = [statistics.median(half) for half in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :])]
+        apart = max(third - first, abs(halves[0] - halves[1]))
+        return _Round(apart / median if median > 0.0 else 0.0, median, statistics.median(behind))
 
 
 class Pace:
@@ -47,10 +64,12 @@ class Pace:
         self._marks: list[_Mark] = []
         self._steps = 0
         self._rounds = 1
+        self._steadiest: _Round | None = None
 
     def new_plan(self) -> None:
         """Time again. Until then the factor of the plan before is the best guess."""
         self._rounds = 1
+        self._steadiest = None
         self.timing = True
         self._time_again()
 
@@ -95,17 +114,17 @@ class Pace:
                 self._behind.append(min(self._seconds_behind(mark) for mark in marks))
         known = len(self._seconds) == TIMED_STEPS and simulated_seconds > 0.0
         if known:
-            median = statistics.median(self._seconds)
-            early, late = self._seconds[: TIMED_STEPS // 2], self._seconds[TIMED_STEPS // 2 :]
-            moved = abs(statistics.median(early) - statistics.median(late))
-            if moved > median * _STEADY and self._rounds < MOST_ROUNDS:
+            timed = _Round.of(self._seconds, self._behind)
+            best = min(self._steadiest or timed, timed, key=lambda round_: round_.moved)
+            if best.moved > _STEADY and self._rounds < MOST_ROUNDS:
                 self._rounds += 1
+                self._steadiest = best
                 self._time_again()
                 return False
             self.timing = False
-            self.factor = min(max(median / simulated_seconds, _LEAST), _MOST)
+            self.factor = min(max(best.seconds / simulated_seconds, _LEAST), _MOST)
             # Of most steps: one that is measured, or checks a replay, stops the device and the host gets ahead anew.
-            self.starved = statistics.median(self._behind) < median * _AHEAD
+            self.starved = best.behind < best.seconds * _AHEAD
         return known
 
     def _seconds_behind(self, mark: _Mark) -> float:
