@@ -177,6 +177,7 @@ class Room:
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
         self._pace = Pace()
+        self._curve: tuple[Timeline, Program | None, tuple[int, ...]] | None = None  # and what it is of
         self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
         self._host_fits = 0
         self._found: Found | None = None  # the plan that is used, as it was found
@@ -270,12 +271,14 @@ class Room:
             return self._begin()
         checks = self._program.one_replayed(self._planned)
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
-        # Where memory cannot be arranged; and in the first step of a plan, in which all ops are looked at and ask for a
-        # little more than was arranged. What such a step does about it is not the plan's: it is not measured.
-        trial = self._brim is not None and not self._brim.settled and self._given is None and not self._program.idle
-        trial = trial and (not self._arena_bytes or self._program.calls is None)
-        untried = self._brim is not None and self._brim.untried
-        measure = (calibrating or self._planned in CHECKS) and not (trial and untried)
+        # Where memory could not be arranged, in every step: one of Inception ran out of memory long after its plan had
+        # settled. And in the first step of a plan, in which all ops are looked at and ask for a little more than was
+        # arranged. What such a step does about it is not the plan's: it is not measured.
+        trial = untried = False
+        if self._brim is not None and self._given is None and not self._program.idle:
+            trial = not self._arena_bytes or (self._program.calls is None and not self._brim.settled)
+            untried = self._brim.untried
+        measure = (calibrating and not (trial and untried)) or (self._planned in CHECKS and not trial)
         if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
             known = self._same_inputs and self._inputs and not (self._watch.elsewhere or self._watch.some_free)
@@ -513,10 +516,13 @@ class Room:
         trace, timeline, program = self.trace, self.timeline, self._program
         if trace is None or timeline is None:
             return ()
-        if program is None or not program.spacers:
-            return (trace.head_peak_bytes, *(memory.peak_bytes for memory in timeline.memory))
-        peaks = (memory.peak_bytes + program.spaced_bytes(tick) for tick, memory in enumerate(timeline.memory))
-        return (trace.head_peak_bytes, *peaks)
+        before = self._curve  # asked for at the beginning of every step: a millisecond of the host's
+        if before is not None and before[0] is timeline and before[1] is program:
+            return before[2]
+        spaced = program.spaced_bytes if program is not None and program.spacers else lambda _: 0
+        peaks = (memory.peak_bytes + spaced(tick) for tick, memory in enumerate(timeline.memory))
+        self._curve = (timeline, program, (trace.head_peak_bytes, *peaks))
+        return self._curve[2]
 
     def _predict(self, trace: Trace, schedule: Schedule, hardware: Hardware) -> None:
         self._floor = floor_bytes(trace)

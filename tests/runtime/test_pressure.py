@@ -188,11 +188,14 @@ def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.Monkey
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert device.refused >= 1
-    assert report.fallbacks["swapped out in the first steps of a plan, to make room"] >= 1
+    assert report.fallbacks["swapped out beside the plan, to make room"] >= 1
     assert report.planned_steps == 7, report.fallbacks
 
 
-def test_steps_of_a_plan_that_has_settled_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arranged", [True, False])
+def test_once_a_plan_has_settled_its_steps_are_tried_only_where_nothing_is_arranged(
+    monkeypatch: pytest.MonkeyPatch, arranged: bool
+) -> None:
     device = Tight()
     monkeypatch.setattr(rooms, "open_device", lambda *_: device)
     model, optimizer = built()
@@ -200,9 +203,18 @@ def test_steps_of_a_plan_that_has_settled_are_not_tried(monkeypatch: pytest.Monk
         trained(room, model, optimizer, device)
         assert room._brim is not None and room._brim.settled
         assert room._program is not None and room._program.pressure is not None
-        monkeypatch.setattr(Pressure, "relieve", lambda *_: pytest.fail("tried"))
+        room._arena_bytes = MIB if arranged else 0
+        tried: list[int] = []
+        relieve = Pressure.relieve
+
+        def noted(self: Pressure, ledger: Ledger, tick: int, *others: Any, **named: Any) -> int:
+            tried.append(tick)
+            return relieve(self, ledger, tick, *others, **named)
+
+        monkeypatch.setattr(Pressure, "relieve", noted)
         with room.step():
             model(torch.randn(4096, 128)).backward()
+    assert bool(tried) is not arranged
 
 
 def test_in_backward_no_mode_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,7 +367,7 @@ class Executor:
                 watched = self._learning and not self._in_backward  # there no mode looks on
                 gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=watched)
             if gone:
-                self.fallbacks["swapped out in the first steps of a plan, to make room"] += gone
+                self.fallbacks["swapped out beside the plan, to make room"] += gone
         return tick
 
     def _do(self, instruction: Instruction, entry: Entry) -> None:

@@ -1,9 +1,9 @@
-"""Room for what comes next, in the first steps of a plan.
+"""Room for what comes next, in the first steps of a plan, and in all of one whose memory could not be arranged.
 
 Where a step's memory falls is worked out beforehand (see `arrange`), and what was worked out may be wrong: memory that
 others left in between, a tensor that somebody still holds. An op that then finds no room ends the step, and in backward
-it cannot be run again. So the first steps of a plan make every segment's requests before the program does, and give
-them back at once. Where one finds no room, what is saved and needed last is swapped out before the program goes on.
+it cannot be run again. So such steps make every segment's requests before the program does, and give them back at once.
+Where one finds no room, what is saved and needed last is swapped out before the program goes on.
 """
 
 from __future__ import annotations
