@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
 from bench.children import OVER, out_of_time, run_child
-from bench.measure import LEGROOM, Job
+from bench.measure import LEGROOM, STEADY, Job
 from bench.record import SUFFIX
 from bench.rows import Results, Row, Status, read, write
 from bench.verdicts import Verdict
@@ -44,6 +44,7 @@ from legroom.evaluate import floor_bytes
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = ("75%", "50%", "25%")
 STEPS, WARMUP_STEPS = 20, 8
+ROUNDS = 5  # of so many steps each, where they are not steady
 MEAN_TIME_ERROR, WORST_TIME_ERROR, WORST_PEAK_ERROR = 0.01, 0.03, 0.01
 GIB = 2**30
 _HEAD = (
@@ -55,7 +56,10 @@ _PREFACE = (
     "Written by `python bench/evaluator.py`. Simulated is what the simulator says about the plan that ran, from "
     "op times and copies alone. Predicted is what the report says: the same, multiplied by how much longer the "
     "first eight steps of that very plan took than was simulated. Measured is the median of single later steps by "
-    "events on the device, and the most that was allocated in any of them. Budgets are shares of the range from "
+    "events on the device, and the most that was allocated in any of them. Where others use the machine, its host is "
+    "slower for some steps than for others, and a step that waits for it takes a third longer: so eight steps, or "
+    f"twenty, of which a quarter took {STEADY:.0%} longer than another quarter are timed again, up to six times and "
+    f"{ROUNDS}, and the steadiest count. Budgets are shares of the range from "
     "the smallest peak to the plain peak, or a peer's cap in `bench/budget.py`, and hard caps on reserved memory. "
     "`plain` is the step without legroom against the simulated step without any action."
 )
@@ -111,6 +115,7 @@ class Session:
             warmup=WARMUP_STEPS,
             seconds=options.seconds,
             uncapped_only=True,
+            rounds=ROUNDS,
             plain_bytes=plain_bytes,
             floor_bytes=floor,
         )
@@ -278,6 +283,8 @@ def _notes(row: Row) -> str:
     said = [f"{name} ({count}×)" for name, count in fallbacks.items()] if isinstance(fallbacks, dict) else []
     if row.retries:
         said.insert(0, f"{row.retries} retries")
+    if row.detail:
+        said.insert(0, row.detail)
     if row.report and not row.reported("planned_steps"):
         said.insert(0, "never planned")
     return "; ".join(said)[:100]

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
 # predicts, twice over where the host is slow: none may be among those that are compared with the prediction.
 LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 80
 FEWEST_STEPS = 3
+STEADY = 0.03  # of a step's time, between a quarter of the steps and another
 LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows
 # The cap is on reserved memory, of which a plan leaves a few percent between blocks: the smallest peak is tried first.
 SMALLEST_TRIES = (1.0, 1.02, 1.035, 1.06, 1.1, 1.2, 1.35)
@@ -46,6 +47,7 @@ class Job:
     seconds: float  # about as long as one contender may be timed, where steps of one size make that possible
     cap_bytes: int = 0  # peers: the cap; 0: find it first
     uncapped_only: bool = False
+    rounds: int = 1  # steps are timed anew where they are not steady, so many times at most
     plain_bytes: int = 0
     above_bytes: int = 0
     floor_bytes: int = 0  # 0: capture a step to find it
@@ -65,6 +67,8 @@ class _Timing:
     mean_ms: float
     median_ms: float
     steps: int
+    apart: float  # of the median: how much longer the slowest quarter took at least than the fastest at most
+    rounds: int = 1
 
 
 def measure(job: Job, emit: Callable[[Row], None]) -> None:
@@ -193,12 +197,15 @@ class _Bench:
                     return replace(row, status="budget", detail="no step could be planned")
             self.meter.synchronize()
             setup_seconds = time.perf_counter() - start
+            before = room.report()
             row = self._with_figures(row, self._timed(step), None)
             report = room.report()
         self.floor_bytes = report.floor_bytes or self.floor_bytes
         # Where the device does not count, legroom's own reading of the allocator's log has to do.
         allocated = row.allocated_bytes or report.planned_peak_bytes or report.peak_bytes
         told = {name: value for name, value in json.loads(report.to_json()).items() if name not in LONG}
+        # What was predicted before those steps, not what is known since.
+        told |= {"predicted_step_seconds": before.predicted_step_seconds, "pace": before.pace}
         return replace(row, setup_seconds=setup_seconds, allocated_bytes=allocated, report=told)
 
     def _budget_bytes(self, what: str) -> int:
@@ -238,6 +245,13 @@ class _Bench:
         if not self.workload.varies:
             count = min(count, max(FEWEST_STEPS, int(job.seconds / pace_seconds)))
         meter.reset()
+        timings = [self._round(step, count)]
+        while min(timing.apart for timing in timings) > STEADY and len(timings) < job.rounds:
+            timings.append(self._round(step, count))
+        return replace(min(timings, key=lambda timing: timing.apart), rounds=len(timings))
+
+    def _round(self, step: Step | Callable[[int], Any], count: int) -> _Timing:
+        meter = self.meter
         gc.collect()
         start = time.perf_counter()
         marks = [meter.mark()]
@@ -246,12 +260,15 @@ class _Bench:
             marks.append(meter.mark())
         meter.synchronize()
         seconds = time.perf_counter() - start
-        return _Timing(seconds / count * 1e3, median(meter.milliseconds(marks)), count)
+        single = meter.milliseconds(marks)
+        first, middle, third = quantiles(single, n=4, method="inclusive") if count > 1 else single * 3
+        return _Timing(seconds / count * 1e3, middle, count, apart=(third - first) / middle if middle else 0.0)
 
     def _with_figures(self, row: Row, timing: _Timing, step: Step | None) -> Row:
         allocated, reserved = self.meter.peaks(step)
         return replace(
             row,
+            detail=f"timed {timing.rounds}× for steady steps" if timing.rounds > 1 else row.detail,
             mean_ms=timing.mean_ms,
             median_ms=timing.median_ms,
             steps=timing.steps,
