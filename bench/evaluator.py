@@ -74,6 +74,7 @@ class Options:
     timeout_seconds: float
     until: float  # by time.monotonic(): nothing is started or goes on after it
     traces: Path
+    planners: tuple[str, ...] = (LEGROOM.removesuffix("@"),)  # each at every share
 
 
 class Session:
@@ -88,7 +89,7 @@ class Session:
 
     def model(self, name: str) -> None:
         plain_bytes, floor = self._range(name)
-        contenders = ["plain", *(LEGROOM + share for share in self.options.shares)]
+        contenders = ["plain", *(f"{p}@{share}" for share in self.options.shares for p in self.options.planners)]
         if not plain_bytes:
             (plain,) = self._child(self._job(name, contenders[:1], 0, 0))
             plain_bytes, contenders = plain.allocated_bytes, contenders[1:]
@@ -313,7 +314,7 @@ def render(path: Path, *, budgets: Path | None = None) -> Results:
     return results
 
 
-def _shares(text: str) -> tuple[str, ...]:
+def shares(text: str) -> tuple[str, ...]:
     out = tuple(f"{part.strip().removesuffix('%')}%" for part in text.split(","))
     for share in out:
         try:
@@ -329,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names_of, help=f"default: {','.join(RECORDED)}")
     parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {','.join(TINY)}")
-    parser.add_argument("--shares", type=_shares, default=SHARES, help="of the range (default 75,50,25)")
+    parser.add_argument("--shares", type=shares, default=SHARES, help="of the range (default 75,50,25)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps (default {STEPS})")
     parser.add_argument("--seconds", type=float, default=30.0, help="fewer steps where they take longer (default 30)")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one budget (default 90)")

@@ -37,7 +37,10 @@ MOST_LEFT_BYTES = 8 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One child's work. Peers come one to a child, legroom's budgets together unless asked for apart."""
+    """One child's work. Peers come one to a child, legroom's budgets together unless asked for apart.
+
+    Contenders are peers, `legroom@BUDGET`, and `PLANNER@BUDGET` for legroom with another planner than its own.
+    """
 
     workload: str
     device: str
@@ -99,7 +102,7 @@ class _Bench:
 
     def guarded(self, contender: str) -> Row:
         try:
-            if contender.startswith(LEGROOM):
+            if "@" in contender:
                 return self.legroom(contender)
             return self.peer(contender)
         except Exception as error:
@@ -143,10 +146,12 @@ class _Bench:
     # legroom
 
     def legroom(self, contender: str) -> Row:
-        what = contender.removeprefix(LEGROOM)
+        planner, _, what = contender.partition("@")
         if what == "smallest":
             return self._smallest(contender)
-        return self._room(contender, self._budget_bytes(what))
+        if contender.startswith(LEGROOM):
+            return self._room(contender, self._budget_bytes(what))
+        return self._room(contender, self._budget_bytes(what), planner=planner, planned_only=True)
 
     def _smallest(self, contender: str) -> Row:
         tried: list[str] = []
@@ -171,13 +176,13 @@ class _Bench:
         note = f"the smallest peak of the captured step is {format_bytes(floor)}"
         return replace(row, detail="; ".join([note, *tried]))
 
-    def _room(self, contender: str, budget_bytes: int, *, planned_only: bool = False) -> Row:
+    def _room(self, contender: str, budget_bytes: int, *, planner: str = "auto", planned_only: bool = False) -> Row:
         import legroom
 
         workload = self.workload
         self.meter.cap(budget_bytes)
         start = time.perf_counter()
-        with legroom.fit(workload.model, workload.optimizer, budget=budget_bytes) as room:
+        with legroom.fit(workload.model, workload.optimizer, budget=budget_bytes, planner=planner) as room:
             self.meter.cap(budget_bytes)  # not left to the one that is measured
 
             def step(number: int) -> Any:

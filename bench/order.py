@@ -1,0 +1,195 @@
+"""The order of HOME's paper, for real: steps on the GPU under plans of the four planners it compares.
+
+    python bench/order.py [--only vgg16,resnet152] [--shares 75,50,25] [--planners home,vdnn] [--limit 500]
+    python bench/order.py --tiny
+    python bench/order.py --render bench/results/order.json
+
+The same planners, models and shares of the range as in the last table of `bench/planners.py`, which has them in the
+simulator on another GPU's link. Here they plan for the machine that they run on. As in `bench/evaluator.py` every
+budget is a hard cap, a model's budgets share a process, and steps are timed once the plan has settled. A planner whose
+rule does not reach a budget counts as slower than any that does.
+
+Results are written after each process. `--from` takes an earlier file along, so that a long run can be made in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+# The folder of a script is on the path, not the one above it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import budget, tables
+from bench.evaluator import SHARES, STEPS, Options, Session, shares
+from bench.planners import ORDER, ORDER_TRACES
+from bench.rows import Results, Row, read
+from bench.verdicts import Verdict
+from bench.workloads import TINY, names_of
+from legroom.errors import LegroomError
+from legroom.planners import PLANNERS
+
+ROOT = Path(__file__).resolve().parents[1]
+NOISE = 0.01  # of a step's time: two runs of one plan differ by so much
+GIB = 2**30
+_HEAD = (
+    "model", "budget", "GiB", "planner", "ms", "overhead", "steps/s", "predicted ms", "reserved GiB", "swapped",
+    "recomputed", "waited ms", "notes",
+)  # fmt: skip
+_WORDS = (0, 3, 12)
+_PREFACE = (
+    "Written by `python bench/order.py`. Steps under plans of four planners, each for the machine it ran on, at the "
+    "same hard caps on reserved memory: shares of the range from the smallest peak to the plain peak. The median of "
+    "single steps by events on the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the "
+    "simulator says of waiting for copies."
+)
+
+
+def verdicts(results: Results) -> Iterator[Verdict]:
+    for model in results.workloads():
+        rows = results.of(model)
+        for share in dict.fromkeys(_share(row) for row in rows.values() if "@" in row.contender):
+            for better, worse in itertools.pairwise(ORDER):
+                yield _ordered(model, share, better, rows.get(f"{better}@{share}"), worse, rows.get(f"{worse}@{share}"))
+
+
+def _ordered(model: str, share: str, better: str, one: Row | None, worse: str, other: Row | None) -> Verdict:
+    claim = f"{share}: {better} ≥ {worse}"
+    answered = ("ok", "budget")
+    if one is None or other is None or one.status not in answered or other.status not in answered:
+        return Verdict(model, claim, None, "not run, or not to the end")
+    if not one.ok and not other.ok:
+        return Verdict(model, claim, None, "neither reaches the budget")
+    met = one.ok and (not other.ok or one.median_ms <= other.median_ms * (1 + NOISE))
+    return Verdict(model, claim, met, f"{_speed(one)} against {_speed(other)} steps/s")
+
+
+def _speed(row: Row) -> str:
+    return f"{1e3 / row.median_ms:.3f}" if row.ok and row.median_ms else "no plan"
+
+
+def _share(row: Row) -> str:
+    return row.contender.partition("@")[2]
+
+
+def lines(results: Results) -> Iterator[tuple[str, ...]]:
+    for model in results.workloads():
+        rows = results.of(model)
+        plain = rows.get("plain")
+        for row in rows.values():
+            yield _cells(row, plain if plain is not None and plain.ok else None, runs=len(results.runs))
+
+
+def _cells(row: Row, plain: Row | None, *, runs: int) -> tuple[str, ...]:
+    planner = row.contender.partition("@")[0]
+    notes = [f"run {row.run}"] if runs > 1 else []
+    head = (row.workload, _share(row), f"{row.cap_bytes / GIB:.2f}" if row.cap_bytes else "", planner)
+    if not row.ok:
+        return (*head, *[""] * (len(_HEAD) - len(head) - 1), "; ".join([*notes, f"{row.status}: {row.detail}"])[:120])
+    breakdown = row.report.get("breakdown")
+    waited = breakdown.get("stalled_copy_seconds", 0.0) if isinstance(breakdown, dict) else 0.0
+    planned = bool(row.reported("planned_steps"))
+    return (
+        *head,
+        f"{row.median_ms:.1f}",
+        f"{row.median_ms / plain.median_ms - 1:+.1%}" if plain is not None and row is not plain else "",
+        _speed(row),
+        f"{row.reported('predicted_step_seconds') * 1e3:.1f}" if planned else "",
+        f"{row.reserved_bytes / GIB:.2f}" if row.reserved_bytes else "",
+        f"{row.reported('bytes_swapped') / GIB:.2f}" if planned else "",
+        f"{row.reported('bytes_recomputed') / GIB:.2f}" if planned else "",
+        f"{waited * 1e3:.1f}" if planned else "",
+        "; ".join([*notes, *([row.detail] if row.detail else [])]),
+    )
+
+
+def page(results: Results) -> str:
+    out = ["# The papers' order on a GPU", _PREFACE]
+    for number, run in enumerate(results.runs):
+        out.append(f"Run {number}: " + ", ".join(f"{key} {value}" for key, value in run.items() if key != "command"))
+        out.append(f"```console\n$ {run.get('command', '')}\n```")
+    out.append(tables.markdown(_HEAD, list(lines(results)), words=_WORDS))
+    out.append("## What must hold")
+    found = [(verdict.workload, verdict.claim, verdict.word, verdict.figures) for verdict in verdicts(results)]
+    out.append(f"Two that differ by {NOISE:.0%} or less count as equal.")
+    out.append(tables.markdown(("model", "claim", "", "figures"), found, words=(0, 1, 2, 3)))
+    return "\n\n".join(out) + "\n"
+
+
+def render(path: Path) -> None:
+    results = read(path)
+    path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+    print(f"\n{tables.text(_HEAD, list(lines(results)), words=_WORDS)}\n")
+    for verdict in verdicts(results):
+        print(verdict)
+
+
+def _planners(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in PLANNERS:
+            raise argparse.ArgumentTypeError(f"no planner {name!r}; there are {', '.join(PLANNERS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names_of, help=f"default: {','.join(ORDER_TRACES)}")
+    parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {TINY[0]}")
+    parser.add_argument("--planners", type=_planners, default=ORDER, help=f"default: {','.join(ORDER)}")
+    parser.add_argument("--shares", type=shares, default=SHARES, help="of the range (default 75,50,25)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps (default {STEPS})")
+    parser.add_argument("--seconds", type=float, default=30.0, help="fewer steps where they take longer (default 30)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one budget (default 120)")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for the whole run")
+    parser.add_argument("--traces", type=Path, default=ROOT / "tests" / "traces", help="default: tests/traces")
+    parser.add_argument("--from", dest="earlier", type=Path, help="an earlier results file to go on from")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, with --tiny cpu")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "order.json")
+    parser.add_argument("--render", type=Path, help="only write the page beside this results file")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    if parsed.render:
+        render(parsed.render)
+        return 0
+    earlier = read(parsed.earlier) if parsed.earlier else Results((), ())
+    options = Options(
+        device=parsed.device or ("cpu" if parsed.tiny else "cuda"),
+        shares=parsed.shares,
+        steps=parsed.steps,
+        seconds=parsed.seconds,
+        timeout_seconds=parsed.timeout,
+        until=time.monotonic() + parsed.limit,
+        traces=parsed.traces,
+        planners=parsed.planners,
+    )
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/order.py")
+    results = replace(earlier, runs=(*earlier.runs, conditions))
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(options, results, parsed.json, Path(folder))
+        for name in parsed.only or (TINY[:1] if parsed.tiny else ORDER_TRACES):
+            session.model(name)
+    render(parsed.json)
+    return 1 if any(row.status in budget.FAILURES for row in session.results.rows if row.run == session.run) else 0
+
+
+if __name__ == "__main__":
+    # Ended from outside, it leaves by way of `finally`, and a child that measures ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LegroomError as error:
+        sys.exit(f"order.py: {error}")
