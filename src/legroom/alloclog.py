@@ -87,6 +87,18 @@ def mark(name: str) -> Any:
     return _RecordFunctionFast(name) if _sampler is None else _SampledMark(_sampler, name)
 
 
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """For memory that legroom takes and gives back at once: where counters are read, it is in no peak."""
+    if _sampler is not None:
+        _sampler.sample()
+    try:
+        yield
+    finally:
+        if _sampler is not None:
+            _sampler.forget_peak()
+
+
 class ProfilerLog:
     """The CPU allocator's events, from the profiler; with `ops`, single blocks and backward's shapes as well."""
 
@@ -167,6 +179,10 @@ class SampledLog:
         elif level != self._last:
             self._events.append(Allocation(level - self._last))
         self._last = level
+        torch._C._cuda_resetPeakMemoryStats(self._index)
+
+    def forget_peak(self) -> None:
+        """What was taken since the last look and given back is not the step's."""
         torch._C._cuda_resetPeakMemoryStats(self._index)
 
     def numbered(self, name: str) -> str:

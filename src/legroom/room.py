@@ -273,12 +273,12 @@ class Room:
         calibrating = self._calibrations < MOST_CALIBRATIONS and not self._calibrated
         # Where memory could not be arranged, in every step: one of Inception ran out of memory long after its plan had
         # settled. And in the first step of a plan, in which all ops are looked at and ask for a little more than was
-        # arranged. What such a step does about it is not the plan's: it is not measured.
+        # arranged: that one is not measured.
         trial = untried = False
         if self._brim is not None and self._given is None and not self._program.idle:
             trial = not self._arena_bytes or (self._program.calls is None and not self._brim.settled)
             untried = self._brim.untried
-        measure = (calibrating and not (trial and untried)) or (self._planned in CHECKS and not trial)
+        measure = (calibrating or self._planned in CHECKS) and not (trial and untried)
         if self._watch is not None and self._program.idle and self._device.has_cap:
             roomy = self.timeline.peak_bytes + max(0, more) <= self.budget_bytes * ROOMY
             known = self._same_inputs and self._inputs and not (self._watch.elsewhere or self._watch.some_free)
@@ -667,7 +667,8 @@ class Room:
         self._planned_peak = run.curve.measured_peak_bytes
         refused = run.executor is not None and run.executor.refused
         if refused or len(run.curve.segments) != len(self.trace.ticks) + 1:
-            # No room for a spacer; or a graph of a step before was gone through in this one: not the plan's own curve.
+            # No room, so that something went beside the plan; or a graph of a step before was gone through in this one:
+            # not the plan's own curve.
             self._calibrations += 1
             return
         self._measured_curve = tuple(segment.measured_peak_bytes for segment in run.curve.segments)

@@ -157,7 +157,10 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
-def trained(room: legroom.Room | None, model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> list[Tensor]:
+def trained(
+    room: legroom.Room | None, model: nn.Module, optimizer: torch.optim.Optimizer, device: Any, refused: int = 2
+) -> list[Tensor]:
+    """refused: the step in which there is too little room; 2 is the first one under a plan."""
     losses = []
     for number in range(9):
         x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(number))
@@ -172,19 +175,21 @@ def trained(room: legroom.Room | None, model: nn.Module, optimizer: torch.optim.
         if room is None:
             losses.append(work())
             continue
-        device.refuses_bytes = 9 * MIB if number == 2 else 0  # the first step under a plan
+        device.refuses_bytes = 9 * MIB if number == refused else 0
         with room.step():
             losses.append(work())
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
-def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each refusal would have ended it. The bits are the same, and the next plan is a smaller one."""
+@pytest.mark.parametrize("refused", [2, 3, 8], ids=["first", "measured", "settled"])
+def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """Each refusal would have ended it. The bits are the same, and what such a step takes says nothing of the plan."""
     device = Tight()
     monkeypatch.setattr(rooms, "open_device", lambda *_: device)
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB") as room:
-        mine = trained(room, model, optimizer, device)
+        mine = trained(room, model, optimizer, device, refused)
+        assert not room._arena_bytes
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert device.refused >= 1

@@ -17,7 +17,7 @@ import torch
 from torch._C import DisableTorchFunction as no_counting
 from torch._C import _DisableTorchDispatch as no_dispatch
 
-from legroom.alloclog import TICK, mark
+from legroom.alloclog import TICK, mark, unnoticed
 from legroom.arrange import Spacer
 from legroom.errors import StepError
 from legroom.runtime.calls import Gate, Learner, counting_here
@@ -91,7 +91,7 @@ class Executor:
         self._others: list[Program] | None = None
         self._excess_bytes = 0
         self._spaced: dict[Spacer, torch.Tensor] = {}
-        self.refused = False  # whether there was no room for a spacer
+        self.refused = False  # whether there was no room for a spacer, or for what the program asked for
         self._recorded = program.recorded
         self._made: dict[int, ref[Made]] = {}
         self._recording: tuple[Recording, int] | None = None  # of the call that is being made, and its first tick
@@ -109,7 +109,7 @@ class Executor:
         self._weights_written = False  # whether the program may have written to one in this step
         self._kept_keys: frozenset[int] | None = None
         self.at_backward: Callable[[], None] | None = None  # called when it begins
-        self._pressure = program.pressure if trial and not measured else None
+        self._pressure = program.pressure if trial else None
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
         self._busy = self._watchful = measured or self._pressure is not None
         ledger.on_death = None
@@ -363,10 +363,11 @@ class Executor:
             if self.census is not None:
                 self.census.note_deaths()
         if self._pressure is not None:
-            with no_dispatch():
+            with no_dispatch(), unnoticed():
                 watched = self._learning and not self._in_backward  # there no mode looks on
                 gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=watched)
             if gone:
+                self.refused = True
                 self.fallbacks["swapped out beside the plan, to make room"] += gone
         return tick
 
