@@ -6,14 +6,13 @@ it can be at most. Not optimal.
 
 The linear program of `legroom.bound` gives the bound, and what to do about nearly all gaps: few are left in fractions.
 Rounded, it is a plan a little above the budget and some percent above the bound, as chains of replays and whole copies
-cost more than the program grants. `local` repairs and improves it by the exact evaluator, searches from other starts
-too, such as the program of a smaller budget, and mixes what they lead to. Where gaps are few, it is annealed, and
-changes of two and three gaps at once are tried at last.
+cost more than the program grants. `local` repairs and improves it by the exact evaluator. Where gaps are not too many,
+`varied` searches from other starts and mixes what they lead to. Where gaps are few, it is annealed, and changes of two
+and three gaps at once are tried at last.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -29,13 +28,14 @@ from legroom.plan import Plan
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.dtr import Dtr
 from legroom.planners.home import Home
-from legroom.planners.local import CHANGES, MOST_ANNEALED, Search
+from legroom.planners.local import CHANGES, MOST_ANNEALED, Search, rounded
 from legroom.planners.mimose import Mimose
 from legroom.planners.optimal import REPLAYS, SWAPS
 from legroom.planners.optimal import Search as Neighbours
 from legroom.planners.sublinear import Sublinear
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.tensile import Tensile
+from legroom.planners.varied import vary
 from legroom.planners.vdnn import Vdnn
 from legroom.schedule import codes_of
 
@@ -46,10 +46,13 @@ _MOST_GREEDY = 1000
 # The ticks that the program looks at: on the recorded steps the bound loses 0.01 % at most, and takes a quarter of the
 # time.
 _TICKS = 200
-# (with how many gaps at most, share): more programs, for so much of what the budget has above the floor, lead to plans
-# to mix with that of the first. They give no bound, so they may be coarser. On recorded steps at a quarter of the
-# range, plans are 0.1 to 0.2 % faster by that.
-_TIGHTER, _COARSE_TICKS = ((math.inf, 0.98), (500, 0.99)), 100
+# Another program, for so much of what the budget has above the floor, leads to a plan to mix with that of the first. It
+# gives no bound, so it may be coarser. On recorded steps at a quarter of the range, plans are 0.1 to 0.2 % faster by
+# that.
+_TIGHTER, _COARSE_TICKS = 0.98, 100
+# With so many gaps at most, there are several, see `varied`; with more, that takes too long. Times as many evaluations
+# as all the rest.
+_MOST_VARIED, _EXCHANGES = 400, 2.5
 # That far above the bound, it is worth another: for a GPT of 24 layers on the slower preset, at 1 and 2 % of the range,
 # 1.1 % above the bound in place of 10.8 and 7.4 %.
 _FAR, _SMALLER = 0.05, 0.4
@@ -67,7 +70,7 @@ _OTHERS = (
     (100, Sublinear()),
     (100, SuperNeurons()),
     (100, Vdnn()),
-    (100, Home(swarms=1, iterations=20, patience=10, threads=1)),
+    (50, Home(swarms=1, iterations=20, patience=10, threads=1)),
 )
 
 
@@ -92,9 +95,11 @@ class Auto:
             relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_TICKS)
             lowest_ns = relaxed.seconds * 1e9
             search.start_from("the linear program", rounded(relaxed))
-            for most, share in _TIGHTER if self.thorough else ():
-                if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
-                    _start_tighter(search, share, most_ticks=_COARSE_TICKS)
+        varied = False
+        if self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE):
+            varied = evaluator.gaps <= _MOST_VARIED
+            if relaxed is not None and not varied:
+                _start_tighter(search, _TIGHTER, most_ticks=_COARSE_TICKS)
         if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
             search.greedy()
         plans: list[Plan] = []
@@ -102,6 +107,9 @@ class Auto:
             plans = list(_asked(trace, hardware, budget_bytes))
             for plan in plans:
                 search.consider(plan.planner, _codes(plan))
+        if varied:
+            vary(search, int(_EXCHANGES * self.evaluations))
+            search.most = search.count + self.evaluations // 4
         search.finish()
         if relaxed is not None and search.best_ns > lowest_ns * (1 + _FAR):
             search.most += self.evaluations
@@ -155,12 +163,6 @@ def _asked(trace: Trace, hardware: Hardware, budget_bytes: int) -> Iterator[Plan
                 yield planner(trace, hardware, budget_bytes)
             except BudgetError:
                 continue
-
-
-def rounded(relaxed: Bound) -> Codes:
-    """Each gap as the linear program mostly has it."""
-    recompute = relaxed.recomputed > np.maximum(relaxed.swapped, 0.5)
-    return np.where(recompute, SHARED, np.where(relaxed.swapped > 0.5, OVERLAP, KEEP)).astype(np.int8)
 
 
 def _codes(plan: Plan) -> Codes:

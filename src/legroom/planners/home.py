@@ -67,6 +67,7 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels import Codes
 from legroom.plan import Plan
+from legroom.planners.kinds import kinds_of, numbers
 from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Ints
 
 _CODES = 1 + max(KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)
@@ -189,10 +190,8 @@ class Draw:
         self._gaps = evaluator.gaps
         self._actions = np.array((KEEP, OVERLAP, SYNC, recompute), np.int8)
         self._possible = _recomputable(evaluator)
-        kinds = _kinds(evaluator.trace)
-        self._kind = np.zeros(self._gaps, np.int64)
-        for number, gaps in enumerate(kinds):
-            self._kind[gaps] = number
+        kinds = kinds_of(evaluator.trace)
+        self._kind = numbers(kinds, self._gaps)
         self._kinds = kinds
         self._all = np.arange(self._gaps)
 
@@ -220,20 +219,6 @@ class Draw:
             first = self._rng.integers(len(gaps) - count + 1)
             drawn[gaps[first : first + count]] = self._rng.choice(self._actions, p=_ODDS)
         return np.where((drawn == self._actions[3]) & ~self._possible, policy, drawn)
-
-
-def _kinds(trace: Trace) -> list[Ints]:
-    """Gaps of as many bytes that were made by the same ops: what repeated blocks have in common."""
-    made: dict[int, tuple[str, ...]] = {}
-    for op in trace.ops:
-        for storage, _ in op.writes:
-            made[storage] = (*made.get(storage, ()), op.name)
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for gap in trace.gaps:
-        where = trace.storages[gap.storage]
-        number = where.gaps.index((gap.start, gap.end))  # of its gaps
-        kinds.setdefault((made.get(gap.storage), where.nbytes, number), []).append(gap.id)
-    return [np.array(gaps) for gaps in kinds.values()]
 
 
 def _recomputable(evaluator: Evaluator) -> npt.NDArray[np.bool_]:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from legroom.bound import Bound
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.kernels import Codes
 from legroom.tables import (
@@ -39,32 +40,34 @@ from legroom.tables import (
     V_WRITER,
 )
 
-_ACTIONS = (OVERLAP, SHARED)
+ACTIONS = (OVERLAP, SHARED)
 _LAST_RESORTS = (RECOMPUTE, SYNC)  # near the floor only these free enough: to throw away again, and to wait for swaps
 _STARTS = {
-    "all actions": _ACTIONS,
+    "all actions": ACTIONS,
     "swaps": (OVERLAP,),
     "replays": (SHARED,),
     "nothing shared": (OVERLAP, RECOMPUTE),
 }
-_CODES = 1 + max(*_ACTIONS, *_LAST_RESORTS)
-_IN_VAIN = 300  # exchanges without a gain after which the search ends
+CODES = 1 + max(*ACTIONS, *_LAST_RESORTS)
+_IN_VAIN, _HOT_IN_VAIN = 300, 2000  # exchanges without a gain after which the search ends
+_OFF, _FAR_OFF = 1.25, 2.0  # times: how far prices are off at most
 _MOST_UNDONE = 16  # gaps in an exchange: about what a block of a transformer has
 _ONE_EXCHANGE = 300  # evaluations
-_SLOW = 1.05  # times the best: what is not faster is not mixed with it
+_SLOW, _SLOW_HOT = 1.05, 1.03  # times the best: what is not faster is not mixed with it
 _CLOSE, _KEPT_AGAIN = 1.003, 40  # times the best: in what is faster, so many gaps are tried to be kept again
 _LEAST_PRICED = 20  # gaps
 # (temperature at first, as a share of the plain step; how often two gaps change at once). Steps differ in what they ask
-# for: of 50 random ones of 6 to 40 gaps, by which these were chosen, all eight missed the best plan known by more than
-# 1 % once, the first alone with as many changes in two runs as these have in six four times, and none of them 11 times.
+# for: of 50 random ones of 6 to 40 gaps, by which these were chosen with twice as many changes, all eight missed the
+# best plan known by more than 1 % once, the first alone with as many changes in two runs as these have in six four
+# times, and none of them 11 times.
 _ANNEALINGS = ((0.1, 0.3), (0.03, 0.7), (0.01, 0.3), (0.3, 0.5), (0.03, 0.3), (0.1, 0.7), (0.01, 0.7), (0.3, 0.3))
-MOST_ANNEALED = 100  # gaps; with more, random changes find too little
-CHANGES = 125  # of a gap, in each annealing
+MOST_ANNEALED = 50  # gaps; with more, random changes find too little
+CHANGES = 60  # of a gap, in each annealing
 _COLDEST = 2e-4
 _PENALTY_GROWS = 1.002  # with each change while the plan is above the budget; else it falls
 
 # (price, rank among equals: minus the bytes by which memory falls over the ticks above the budget, gap, action)
-_Entry = tuple[float, float, int, int]
+Entry = tuple[float, float, int, int]
 _Cost = tuple[int, int, int]  # as Evaluator.judge() says
 
 
@@ -78,7 +81,7 @@ class Search:
         self.budget = budget_bytes
         self.count = 0
         self.most = evaluations
-        self.known: dict[tuple[int, int], _Entry] = {}  # (gap, action): its price when last asked for
+        self.known: dict[tuple[int, int], Entry] = {}  # (gap, action): its price when last asked for
         self.found: list[tuple[int, Codes]] = []  # nanoseconds of a plan within the budget
         self.best = np.full(evaluator.gaps, SYNC, np.int8) if start is None else start
         self.best_ns, _, excess = self._judge(self.best)
@@ -88,7 +91,7 @@ class Search:
     def greedy(self) -> None:
         """Start from keeping everything: with all actions, with some; and unshared, where memory is short for that."""
         kept = np.full(self.evaluator.gaps, KEEP, np.int8)
-        prices = self._prices(kept, _ACTIONS, range(len(kept)))
+        prices = self.prices(kept, ACTIONS, range(len(kept)))
         # While all else is kept there is nothing to share.
         prices += [(price, rank, gap, RECOMPUTE) for price, rank, gap, action in prices if action == SHARED]
         for name, actions in _STARTS.items():
@@ -103,13 +106,20 @@ class Search:
         codes = codes.copy()
         if self._judge(codes)[0] == NEVER:
             codes[(codes == SHARED) | (codes == RECOMPUTE)] = KEEP
-        reached = self._reach(codes, [], _ACTIONS, until=self._share(), give_up_ns=NEVER)
+        reached = self._reach(codes, [], ACTIONS, until=self._share(), give_up_ns=NEVER)
         self.consider(name, self._improve(self._force(reached), until=self._share()))
+
+    def start_greedy(self, name: str, prices: list[Entry], *, until: int, give_up_ns: int) -> None:
+        """Start from keeping everything with other prices than those that are true."""
+        kept = np.full(self.evaluator.gaps, KEEP, np.int8)
+        reached = self._reach(kept, prices, ACTIONS, until=until, give_up_ns=give_up_ns)
+        if self._judge(reached)[2] == 0:
+            self.consider(name, self._improve(reached, until=self.most))
 
     def finish(self) -> None:
         """Improve the best so far as long as evaluations are left, and any change helps."""
         self.consider(self.found_from, self._improve(self.best.copy(), until=self._share()))
-        self._exchange()
+        self.exchange(np.random.default_rng(0))
         self.consider(self.found_from, self._improve(self.best.copy(), until=self.most))
 
     def anneal(self, changes: int, actions: Sequence[int]) -> None:
@@ -174,7 +184,7 @@ class Search:
         codes[gap] = before
         return cost
 
-    def _prices(self, codes: Codes, actions: tuple[int, ...], gaps: Iterable[int]) -> list[_Entry]:
+    def prices(self, codes: Codes, actions: tuple[int, ...], gaps: Iterable[int]) -> list[Entry]:
         """What each single change costs, where it helps."""
         now = self._judge_as_start(codes)
         entries = []
@@ -199,14 +209,14 @@ class Search:
         order = np.argsort(np.where(falls > 0, prices, np.inf), kind="stable")
         return [int(gap) for gap in order[: min(many, int((falls > 0).sum()))]]
 
-    def _rank_free(self, entries: list[_Entry], missing_bytes: int) -> list[_Entry]:
+    def _rank_free(self, entries: list[Entry], missing_bytes: int) -> list[Entry]:
         """Of changes that cost nothing, put first those that save most per nanosecond of copying.
 
         Swaps are free only while the lanes have room. What a swap saves is what its gap would cost otherwise, but no
         more than its bytes would cost elsewhere: at the price of the last gap needed if gaps were paid for, cheapest
         first.
         """
-        paid: dict[int, _Entry] = {}
+        paid: dict[int, Entry] = {}
         for entry in sorted(entries):
             if entry[0] > 0.0:
                 paid.setdefault(entry[2], entry)
@@ -227,14 +237,14 @@ class Search:
             self.known[gap, action] = out[-1]
         return out
 
-    def _entry(self, now: _Cost, then: _Cost, gap: int, action: int) -> _Entry | None:
+    def _entry(self, now: _Cost, then: _Cost, gap: int, action: int) -> Entry | None:
         fall = now[2] - then[2]
         if then[0] == NEVER or fall <= 0:
             return None
         return (then[0] - now[0]) / fall, -float(fall), gap, action
 
     def _reach(
-        self, codes: Codes, heap: list[_Entry], actions: tuple[int, ...], *, until: int, give_up_ns: int
+        self, codes: Codes, heap: list[Entry], actions: tuple[int, ...], *, until: int, give_up_ns: int
     ) -> Codes:
         """Change gaps, cheapest first, until the budget is met or the search has cost too much."""
         heapq.heapify(heap)
@@ -247,7 +257,7 @@ class Search:
                 # What was useless before may be useful now.
                 every = (*actions, *_LAST_RESORTS)
                 many = max(_LEAST_PRICED, (until - self.count) // (3 * len(every)))  # the rest is left to act on prices
-                heap, fresh = self._prices(codes, every, self._promising(codes, many)), True
+                heap, fresh = self.prices(codes, every, self._promising(codes, many)), True
                 heapq.heapify(heap)
                 continue
             _, _, gap, action = heapq.heappop(heap)
@@ -275,41 +285,59 @@ class Search:
             codes[above[gaps[:, G_END] + 1] > above[gaps[:, G_START]]] = SYNC
         return np.full(len(codes), SYNC, np.int8)
 
-    def _exchange(self) -> None:
+    def exchange(self, rng: np.random.Generator, *, start: int = 0, hot: float = 0.0) -> None:
         """Undo some changes or mix in another plan, and pay anew: with prices a little off, so that other gaps come
         first than did before.
+
+        start: the place among what was found of the plan to begin with. hot: what is slower by up to this share is gone
+        on from, too, less and less of it.
         """
-        rng = np.random.default_rng(0)
-        others = [codes for ns, codes in self.found if ns < _SLOW * self.best_ns]
-        vain = 0
-        while vain < _IN_VAIN and self.count < self.most and (self.best != KEEP).any():
-            mixed = self._mixed(others[rng.integers(len(others))], rng) if others and rng.random() < 0.5 else None
-            trial = self._undone(self.best, rng) if mixed is None else mixed
-            for gap in np.flatnonzero((trial == KEEP) & (self.best != KEEP)).tolist():
-                self.known.setdefault((gap, int(self.best[gap])), (0.0, 0.0, gap, int(self.best[gap])))
-            off = rng.uniform(0.8, 1.25, (len(trial), _CODES))
+        ranked = self._ranked(_SLOW_HOT if hot else _SLOW)
+        others = [codes for _, codes in ranked]
+        best_ns, best = ranked[start] if 0 < start < len(ranked) else (self.best_ns, self.best)
+        now, now_ns = best, best_ns
+        began, vain = self.count, 0
+        while vain < (_HOT_IN_VAIN if hot else _IN_VAIN) and self.count < self.most and (now != KEEP).any():
+            most_ns = int(now_ns * (1.0 + hot * (self.most - self.count) / (self.most - began)))
+            mixed = self._mixed(now, others[rng.integers(len(others))], rng) if others and rng.random() < 0.5 else None
+            trial = self._undone(now, rng) if mixed is None else mixed
+            for gap in np.flatnonzero((trial == KEEP) & (now != KEEP)).tolist():
+                self.known.setdefault((gap, int(now[gap])), (0.0, 0.0, gap, int(now[gap])))
+            wide = _FAR_OFF if hot and rng.random() < 0.5 else _OFF
+            off = rng.uniform(1.0 / wide, wide, (len(trial), CODES))
             heap = []
             for price, rank, gap, action in self.known.values():
                 if trial[gap] == KEEP:
                     factor = float(off[gap, action])
                     heap.append((price * factor, rank * factor, gap, action))
             until = min(self.most, self.count + _ONE_EXCHANGE)
-            trial = self._reach(trial, heap, _ACTIONS, until=until, give_up_ns=self.best_ns)
+            trial = self._reach(trial, heap, ACTIONS, until=until, give_up_ns=most_ns)
             ns, _, excess = self._judge(trial)
-            if mixed is not None and excess == 0 and ns < _CLOSE * self.best_ns:
+            if mixed is not None and excess == 0 and ns < _CLOSE * best_ns:
                 ns = self._keep_again(trial, ns, rng)
             vain += 1
-            if excess == 0 and ns < self.best_ns:
-                self.best, self.best_ns, vain = trial, ns, 0
+            if excess == 0 and ns < most_ns:
+                now, now_ns = trial, ns
+            if excess == 0 and ns < best_ns:
+                best, best_ns, vain = trial, ns, 0
+        self.found.append((best_ns, best))
+        if best_ns < self.best_ns:
+            self.best, self.best_ns = best, best_ns
 
-    def _mixed(self, other: Codes, rng: np.random.Generator) -> Codes | None:
-        """The best with some gaps as another plan has them, neighbours or any; None where they are the same plan."""
-        differ = np.flatnonzero(other != self.best)
+    def _ranked(self, slow: float) -> list[tuple[int, Codes]]:
+        """Different plans that were found, the fastest first, and none that takes so many times as long."""
+        different = {codes.tobytes(): (ns, codes) for ns, codes in self.found if ns < slow * self.best_ns}
+        return sorted(different.values(), key=lambda found: found[0])
+
+    @staticmethod
+    def _mixed(codes: Codes, other: Codes, rng: np.random.Generator) -> Codes | None:
+        """A plan with some gaps as another has them, neighbours or any; None where they are the same plan."""
+        differ = np.flatnonzero(other != codes)
         if not len(differ):
             return None
         some = int(rng.integers(1, len(differ) + 1))
         order = np.roll(differ, -rng.integers(len(differ))) if rng.random() < 0.5 else rng.permutation(differ)
-        out = self.best.copy()
+        out = codes.copy()
         out[order[:some]] = other[order[:some]]
         return out
 
@@ -357,7 +385,7 @@ class Search:
         for gap in np.flatnonzero(codes != KEEP).tolist():
             if self.count >= until:
                 break
-            for action in (KEEP, *_ACTIONS, *_LAST_RESORTS):
+            for action in (KEEP, *ACTIONS, *_LAST_RESORTS):
                 if action == codes[gap]:
                     continue
                 then = self._changed(codes, gap, action)
@@ -371,3 +399,9 @@ class Search:
     def _is_better(then: _Cost, now: _Cost, action: int) -> bool:
         """Within the budget and faster, or as fast with less to do."""
         return then[2] == 0 and (then[0] < now[0] or (then[0] == now[0] and action == KEEP))
+
+
+def rounded(relaxed: Bound) -> Codes:
+    """Each gap as the linear program mostly has it."""
+    recompute = relaxed.recomputed > np.maximum(relaxed.swapped, 0.5)
+    return np.where(recompute, SHARED, np.where(relaxed.swapped > 0.5, OVERLAP, KEEP)).astype(np.int8)
