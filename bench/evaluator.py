@@ -59,9 +59,9 @@ _PREFACE = (
     "events on the device, and the most that was allocated in any of them. Where others use the machine, its host is "
     "slower for some steps than for others, and a step that waits for it takes a third longer: so eight steps, or "
     f"twenty, of which a quarter took {STEADY:.0%} longer than another quarter are timed again, up to six times and "
-    f"{ROUNDS}, and the steadiest count. Budgets are shares of the range from "
-    "the smallest peak to the plain peak, or a peer's cap in `bench/budget.py`, and hard caps on reserved memory. "
-    "`plain` is the step without legroom against the simulated step without any action."
+    f"{ROUNDS}, and the steadiest count; rows of runs before d768a28 were timed once. Budgets are shares of "
+    "the range from the smallest peak to the plain peak, or a peer's cap in `bench/budget.py`, and hard caps on "
+    "reserved memory. `plain` is the step without legroom against the simulated step without any action."
 )
 
 
