@@ -23,8 +23,9 @@ LEGROOM = "legroom@"
 # Sheltered steps, then planned ones; the first planned ones are measured and may be planned again.
 LEAST_SETUP_STEPS, MOST_SETUP_STEPS, PLANNED_STEPS = 8, 16, 6
 # Where memory is capped, plans of three steps each are tried and eight steps of the last are timed for what the report
-# predicts, twice over where the host is slow: none may be among those that are compared with the prediction.
-LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 80
+# predicts, up to six times where the host is unsteady, and for three plans where it is slow: none may be among those
+# that are compared with the prediction.
+LEAST_SETUP_STEPS_CAPPED, MOST_SETUP_STEPS_CAPPED = 12, 170
 FEWEST_STEPS = 3
 STEADY = 0.03  # of a step's time, between a quarter of the steps and another
 LONG = ("predicted_curve", "measured_curve", "followed")  # of a report: thousands of figures that no table shows
@@ -202,9 +203,13 @@ class _Bench:
                     return replace(row, status="budget", detail="no step could be planned")
             self.meter.synchronize()
             setup_seconds = time.perf_counter() - start
-            before = room.report()
+            before, settled = room.report(), room.settled or self.job.device != "cuda"
             row = self._with_figures(row, self._timed(step), None)
             report = room.report()
+            if planned_only and report.planner == "":
+                return replace(row, status="budget", detail="the plan was lost on the way, and no other one fits")
+            if not settled:
+                row = replace(row, detail="; ".join(filter(None, (row.detail, "the plan had not settled"))))
         self.floor_bytes = report.floor_bytes or self.floor_bytes
         # Where the device does not count, legroom's own reading of the allocator's log has to do.
         allocated = row.allocated_bytes or report.planned_peak_bytes or report.peak_bytes
@@ -250,8 +255,11 @@ class _Bench:
         if not self.workload.varies:
             count = min(count, max(FEWEST_STEPS, int(job.seconds / pace_seconds)))
         meter.reset()
+        began = time.perf_counter()
         timings = [self._round(step, count)]
         while min(timing.apart for timing in timings) > STEADY and len(timings) < job.rounds:
+            if time.perf_counter() - began > job.seconds:
+                break
             timings.append(self._round(step, count))
         return replace(min(timings, key=lambda timing: timing.apart), rounds=len(timings))
 

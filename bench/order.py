@@ -86,7 +86,7 @@ def lines(results: Results) -> Iterator[tuple[str, ...]]:
         rows = results.of(model)
         plain = rows.get("plain")
         for row in rows.values():
-            yield _cells(row, plain if plain is not None and plain.ok else None, runs=len(results.runs))
+            yield _cells(row, plain if plain is not None and plain.median_ms else None, runs=len(results.runs))
 
 
 def _cells(row: Row, plain: Row | None, *, runs: int) -> tuple[str, ...]:
@@ -96,7 +96,8 @@ def _cells(row: Row, plain: Row | None, *, runs: int) -> tuple[str, ...]:
     if not row.ok:
         return (*head, *[""] * (len(_HEAD) - len(head) - 1), "; ".join([*notes, f"{row.status}: {row.detail}"])[:120])
     breakdown = row.report.get("breakdown")
-    waited = breakdown.get("stalled_copy_seconds", 0.0) if isinstance(breakdown, dict) else 0.0
+    stalled = breakdown.get("stalled_copy_seconds") if isinstance(breakdown, dict) else None
+    waited = float(stalled) if isinstance(stalled, (int, float)) else 0.0
     planned = bool(row.reported("planned_steps"))
     return (
         *head,
@@ -108,8 +109,13 @@ def _cells(row: Row, plain: Row | None, *, runs: int) -> tuple[str, ...]:
         f"{row.reported('bytes_swapped') / GIB:.2f}" if planned else "",
         f"{row.reported('bytes_recomputed') / GIB:.2f}" if planned else "",
         f"{waited * 1e3:.1f}" if planned else "",
-        "; ".join([*notes, *([row.detail] if row.detail else [])]),
+        "; ".join([*notes, *([row.detail] if row.detail else []), *_fallbacks(row)])[:120],
     )
+
+
+def _fallbacks(row: Row) -> list[str]:
+    told = row.report.get("fallbacks")
+    return [f"{name} ({count}×)" for name, count in told.items()] if isinstance(told, dict) else []
 
 
 def page(results: Results) -> str:

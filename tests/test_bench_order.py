@@ -49,6 +49,8 @@ def test_the_page_shows_every_row_whatever_became_of_it() -> None:
     assert "+25.0%" in page  # home against plain
     assert "run 1; oom: no memory \\| at all" in page
     assert page.count("| vgg16 |") == 5 + len(CLAIMS)
+    odd = replace(ORDERED[0], report={"planned_steps": 1, "breakdown": {"stalled_copy_seconds": None}})
+    assert "| home |" in order.page(Results((RUN,), (replace(plain, median_ms=0.0), odd)))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Found:
     schedule: Schedule
     hardware: Hardware
     brim: Brim | None  # with what it was planned for
-    arena_bytes: int = 0  # to be mapped in one piece; 0 where nothing is arranged
+    arena_bytes: int = 0  # to be mapped in one piece
     spacers: tuple[Spacer, ...] | None = ()  # None: no arrangement was found
 
 

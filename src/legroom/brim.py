@@ -15,6 +15,7 @@ UNARRANGED = 0.90  # without an arrangement at most: under a plan for 0.97 piece
 # Memory is mapped 20 MiB at a time, and what is mapped in part cannot be given back: in small budgets a few such pieces
 # are more than a tenth. 95 MiB of 718 were lost to them in a step that ran out of memory.
 _LEAST_FREE_BYTES, _LEAST_SHARE = 148 * 2**20, 0.8  # free under the first plan; where that is too much, its share
+_MOST_RELIEFS = 4  # steps of a plan that has settled, in which something had to go beside it
 _LOOK_AFTER = 3  # steps of a plan: the first two find what the plan before left, and rearrange it
 
 
@@ -25,6 +26,7 @@ class Brim:
         self._budget_bytes = budget_bytes
         self._place = 0
         self._steps = 0
+        self._reliefs = 0
         self.settled = False
 
     @property
@@ -50,7 +52,7 @@ class Brim:
 
     def lower(self) -> bool:
         """The pieces of a plan for so much do not fit. Whether there is less to try."""
-        self.settled, self._steps = False, 0
+        self.settled, self._steps, self._reliefs = False, 0, 0
         if self._place + 1 == len(SHARES):
             return False
         self._place += 1
@@ -66,6 +68,11 @@ class Brim:
         self.settled = True
         return False
 
+    def after_relief(self) -> bool:
+        """A step of a plan that had settled found too little room; whether that came often enough to plan again."""
+        self._reliefs += 1
+        return self._reliefs >= _MOST_RELIEFS and self.lower()
+
     def after_failure(self, *, arranged: bool) -> None:
         """A step ran out of memory; arranged: one whose pieces may have been arranged."""
         while not arranged and self.arranged and self.lower():
@@ -74,4 +81,4 @@ class Brim:
 
     def new_plan(self) -> None:
         """Another plan for as many bytes: how its memory falls into pieces is not known yet."""
-        self.settled, self._steps = False, 0
+        self.settled, self._steps, self._reliefs = False, 0, 0

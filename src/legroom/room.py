@@ -25,6 +25,7 @@ from legroom.admission import (
     out_of_memory,
     over_budget,
 )
+from legroom.arrange import Spacer
 from legroom.arranging import Found, find_arranged, space_on
 from legroom.assembling import OpSeconds, assemble, correct, less, op_seconds
 from legroom.brim import Brim
@@ -177,7 +178,7 @@ class Room:
         self._base_bytes = self._planned_base_bytes = 0  # alive at the start of this step, and of the recorded one
         self._seconds: list[float] = []
         self._pace = Pace()
-        self._curve: tuple[Timeline, Program | None, tuple[int, ...]] | None = None  # and what it is of
+        self._curve: tuple[Timeline, tuple[Spacer, ...], tuple[int, ...]] | None = None  # and what it is of
         self._host_factor = 1.0  # how much slower than assumed the host is, as far as steps have shown
         self._host_fits = 0
         self._found: Found | None = None  # the plan that is used, as it was found
@@ -276,7 +277,8 @@ class Room:
         # arranged: that one is not measured.
         trial = untried = False
         if self._brim is not None and self._given is None and not self._program.idle:
-            trial = not self._arena_bytes or (self._program.calls is None and not self._brim.settled)
+            arranged = self._found is not None and self._found.spacers is not None
+            trial = not arranged or (self._program.calls is None and not self._brim.settled)
             untried = self._brim.untried
         measure = (calibrating or self._planned in CHECKS) and not (trial and untried)
         if self._watch is not None and self._program.idle and self._device.has_cap:
@@ -517,11 +519,12 @@ class Room:
         if trace is None or timeline is None:
             return ()
         before = self._curve  # asked for at the beginning of every step: a millisecond of the host's
-        if before is not None and before[0] is timeline and before[1] is program:
+        spacers = program.spacers if program is not None else ()  # they go where there is no room for one
+        if before is not None and before[0] is timeline and before[1] is spacers:
             return before[2]
-        spaced = program.spaced_bytes if program is not None and program.spacers else lambda _: 0
+        spaced = program.spaced_bytes if program is not None and spacers else lambda _: 0
         peaks = (memory.peak_bytes + spaced(tick) for tick, memory in enumerate(timeline.memory))
-        self._curve = (timeline, program, (trace.head_peak_bytes, *peaks))
+        self._curve = (timeline, spacers, (trace.head_peak_bytes, *peaks))
         return self._curve[2]
 
     def _predict(self, trace: Trace, schedule: Schedule, hardware: Hardware) -> None:
@@ -555,12 +558,19 @@ class Room:
                 "do is lost"
             )
 
-    def _look_at_pieces(self) -> bool:
-        """Whether another plan was made because the allocator can give more, or less, than was thought."""
+    def _look_at_pieces(self, *, relieved: bool) -> bool:
+        """Whether another plan was made because the allocator can give more, or less, than was thought.
+
+        relieved: something had to go beside the plan to make room."""
         if self._brim is None or self._given is not None or self.trace is None or self.timeline is None:
             return False
         if self._brim.settled:
-            return False
+            if not relieved or self._brim.usable_bytes <= self._floor or not self._brim.after_relief():
+                return False
+            self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
+            self._calibrations = 0
+            self._plan_for(self.trace)
+            return True
         retries, self._retries = self._retries, self._device.retries()
         rearranged = self._retries > retries
         if not self._brim.after_step(rearranged=rearranged and self._planned > 1):
@@ -651,7 +661,7 @@ class Room:
         if self._watch is not None:
             before, self._inputs = self._inputs, tuple(self._watch.calls)
             self._same_inputs = before == self._inputs
-        if self._look_at_pieces():
+        if self._look_at_pieces(relieved=run.executor is not None and run.executor.refused):
             return
         if not self._steady and (self._brim is None or self._brim.settled or self._given is not None):
             # Sheltered steps swap everything, and pin memory for it. It goes before steps are timed: timed before it

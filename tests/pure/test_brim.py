@@ -85,3 +85,13 @@ def test_a_failure_is_followed_by_less(arranged: bool) -> None:
     brim.after_failure(arranged=arranged)
     assert not brim.settled and brim.usable_bytes < usable
     assert (brim.unarranged_bytes < unarranged) is not arranged
+
+
+def test_a_plan_that_had_settled_makes_way_after_some_steps_without_room() -> None:
+    brim = Brim(BUDGET)
+    trained(brim, 0)
+    before = brim.usable_bytes
+    assert [brim.after_relief() for _ in range(4)] == [False, False, False, True]
+    assert brim.usable_bytes < before and not brim.settled
+    trained(brim, BUDGET)  # down to the least
+    assert not any(brim.after_relief() for _ in range(9))

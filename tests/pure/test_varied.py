@@ -68,6 +68,14 @@ def test_the_same_plan_is_found_again() -> None:
     assert (first[2] == second[2]).all()
 
 
+def test_few_evaluations_are_few_here_too() -> None:
+    trace = recorded("unet")
+    evaluator = Evaluator(trace, machine("h200").hardware)
+    search = Search(evaluator, budget_at(trace, 0.25), 100)
+    vary(search, 300)
+    assert search.count < 300 + 4 * evaluator.gaps + 100
+
+
 @pytest.mark.parametrize(
     ("name", "where", "home_seconds"),
     [("bert", "rtx2080ti-pcie3*7.8", 0.596460427), ("mobilenet", "h200", 0.043847087)],

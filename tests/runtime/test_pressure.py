@@ -189,7 +189,7 @@ def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.Monkey
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB") as room:
         mine = trained(room, model, optimizer, device, refused)
-        assert not room._arena_bytes
+        assert room._found is not None and room._found.spacers is None
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert device.refused >= 1
@@ -208,7 +208,8 @@ def test_once_a_plan_has_settled_its_steps_are_tried_only_where_nothing_is_arran
         trained(room, model, optimizer, device)
         assert room._brim is not None and room._brim.settled
         assert room._program is not None and room._program.pressure is not None
-        room._arena_bytes = MIB if arranged else 0
+        assert room._found is not None and room._found.spacers is None
+        room._found = replace(room._found, spacers=() if arranged else None)
         tried: list[int] = []
         relieve = Pressure.relieve
 

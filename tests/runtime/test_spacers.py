@@ -187,8 +187,10 @@ def test_a_refused_one_is_not_taken_for_a_smaller_step(device: Noting) -> None:
     model, optimizer = built()
     with prepared(device, model, optimizer) as room:
         room._calibrations, room._calibrated = 0, False
-        before = room.trace
+        before, with_it = room.trace, room._predicted_curve()
         device.refuses = True
         with room.step():
             work(model, optimizer, torch.ones(256, 64))
         assert room.trace == before and not room._calibrated, "this was not the step that the plan is for"
+        without = room._predicted_curve()
+    assert max(a - b for a, b in zip(with_it, without, strict=True)) == NBYTES, "it is in no curve any more"

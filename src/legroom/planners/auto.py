@@ -13,6 +13,7 @@ and three gaps at once are tried at last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -46,13 +47,13 @@ _MOST_GREEDY = 1000
 # The ticks that the program looks at: on the recorded steps the bound loses 0.01 % at most, and takes a quarter of the
 # time.
 _TICKS = 200
-# Another program, for so much of what the budget has above the floor, leads to a plan to mix with that of the first. It
-# gives no bound, so it may be coarser. On recorded steps at a quarter of the range, plans are 0.1 to 0.2 % faster by
-# that.
-_TIGHTER, _COARSE_TICKS = 0.98, 100
-# With so many gaps at most, there are several, see `varied`; with more, that takes too long. Times as many evaluations
-# as all the rest.
-_MOST_VARIED, _EXCHANGES = 400, 2.5
+# (with how many gaps at most, share): more programs, for so much of what the budget has above the floor, lead to plans
+# to mix with that of the first. They give no bound, so they may be coarser. On recorded steps at a quarter of the
+# range, plans are 0.1 to 0.2 % faster by that.
+_TIGHTER, _COARSE_TICKS = ((math.inf, 0.98), (500, 0.99)), 100
+# With so many gaps at most, prices are varied instead, for so many times the evaluations of the rest; with more gaps,
+# that takes too long.
+_MOST_VARIED, _VARIED = 280, 4.5625
 # That far above the bound, it is worth another: for a GPT of 24 layers on the slower preset, at 1 and 2 % of the range,
 # 1.1 % above the bound in place of 10.8 and 7.4 %.
 _FAR, _SMALLER = 0.05, 0.4
@@ -76,8 +77,8 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    evaluations: int = 16000  # of the whole search; at 350 gaps one takes 30 to 60 µs on an ARM server core
-    bound: bool = True  # state a bound: the linear program takes as long as the search
+    evaluations: int = 16000  # of the search; varied prices and annealing take several times as many
+    bound: bool = True  # state a bound
     thorough: bool = True  # ask other planners too, and anneal where gaps are few
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -98,8 +99,9 @@ class Auto:
         varied = False
         if self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE):
             varied = evaluator.gaps <= _MOST_VARIED
-            if relaxed is not None and not varied:
-                _start_tighter(search, _TIGHTER, most_ticks=_COARSE_TICKS)
+            for most, share in _TIGHTER if relaxed is not None and not varied else ():
+                if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
+                    _start_tighter(search, share, most_ticks=_COARSE_TICKS)
         if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
             search.greedy()
         plans: list[Plan] = []
@@ -108,7 +110,7 @@ class Auto:
             for plan in plans:
                 search.consider(plan.planner, _codes(plan))
         if varied:
-            vary(search, int(_EXCHANGES * self.evaluations))
+            vary(search, int(_VARIED * self.evaluations))
             search.most = search.count + self.evaluations // 4
         search.finish()
         if relaxed is not None and search.best_ns > lowest_ns * (1 + _FAR):

@@ -57,12 +57,11 @@ _SLOW, _SLOW_HOT = 1.05, 1.03  # times the best: what is not faster is not mixed
 _CLOSE, _KEPT_AGAIN = 1.003, 40  # times the best: in what is faster, so many gaps are tried to be kept again
 _LEAST_PRICED = 20  # gaps
 # (temperature at first, as a share of the plain step; how often two gaps change at once). Steps differ in what they ask
-# for: of 50 random ones of 6 to 40 gaps, by which these were chosen with twice as many changes, all eight missed the
-# best plan known by more than 1 % once, the first alone with as many changes in two runs as these have in six four
-# times, and none of them 11 times.
+# for: of 50 random ones of 6 to 40 gaps, by which these were chosen, all eight missed the best plan known by more than
+# 1 % once, the first alone with as many changes in two runs as these have in six four times, and none of them 11 times.
 _ANNEALINGS = ((0.1, 0.3), (0.03, 0.7), (0.01, 0.3), (0.3, 0.5), (0.03, 0.3), (0.1, 0.7), (0.01, 0.7), (0.3, 0.3))
 MOST_ANNEALED = 50  # gaps; with more, random changes find too little
-CHANGES = 60  # of a gap, in each annealing
+CHANGES = 125  # of a gap, in each annealing
 _COLDEST = 2e-4
 _PENALTY_GROWS = 1.002  # with each change while the plan is above the budget; else it falls
 
@@ -289,10 +288,10 @@ class Search:
         """Undo some changes or mix in another plan, and pay anew: with prices a little off, so that other gaps come
         first than did before.
 
-        start: the place among what was found of the plan to begin with. hot: what is slower by up to this share is gone
-        on from, too, less and less of it.
+        start: the place of the plan to begin with among what was found, where it is hot. hot: what is slower than the
+        plan before by up to this share is gone on from, too, less and less of it.
         """
-        ranked = self._ranked(_SLOW_HOT if hot else _SLOW)
+        ranked = self._ranked() if hot else [found for found in self.found if found[0] < _SLOW * self.best_ns]
         others = [codes for _, codes in ranked]
         best_ns, best = ranked[start] if 0 < start < len(ranked) else (self.best_ns, self.best)
         now, now_ns = best, best_ns
@@ -324,9 +323,9 @@ class Search:
         if best_ns < self.best_ns:
             self.best, self.best_ns = best, best_ns
 
-    def _ranked(self, slow: float) -> list[tuple[int, Codes]]:
-        """Different plans that were found, the fastest first, and none that takes so many times as long."""
-        different = {codes.tobytes(): (ns, codes) for ns, codes in self.found if ns < slow * self.best_ns}
+    def _ranked(self) -> list[tuple[int, Codes]]:
+        """Different plans that were found, the fastest first."""
+        different = {codes.tobytes(): (ns, codes) for ns, codes in self.found if ns < _SLOW_HOT * self.best_ns}
         return sorted(different.values(), key=lambda found: found[0])
 
     @staticmethod

@@ -21,7 +21,7 @@ from legroom.tables import G_IN, G_OUT, O_NS, Floats, Ints
 _PROGRAMS = ((0.05, 1.0), (0.05, 0.98), (0.1, 0.99), (0.05, 1.0), (0.05, 0.98))
 _GREEDY = (0.2, 0.4, 0.2, 0.4, 0.2, 0.2)
 _TICKS = 40  # that a program looks at
-_OF_A_START = 1500  # evaluations to be within the budget, and as many to improve
+_OF_A_START = 0.020548  # of the evaluations, to be within the budget, and as many to improve
 _SLOW = 1.1  # times the best: a start that is slower is given up
 _CHAINS, _HOT = 8, 1e-3
 # Chosen by the recorded steps: with others, HOME finds something faster for one to four of their 90 budgets, by 0.06 to
@@ -30,10 +30,12 @@ _SEED = 2
 _FROM = "varied prices"
 
 
-def vary(search: Search, exchanges: int) -> None:
-    """Search from other starts, and spend so many evaluations on mixing what they lead to: in several chains, every
-    other from the best plan, the rest from the second best, the third and so on."""
-    varied = _Varied(search)
+def vary(search: Search, evaluations: int) -> None:
+    """Search from other starts, and mix what they lead to in several chains: every other from the best plan, the rest
+    from the best, the second best, the third and so on. All of it takes about so many evaluations."""
+    of_a_start = int(_OF_A_START * evaluations)
+    exchanges = evaluations - 2 * of_a_start * (len(_PROGRAMS) + len(_GREEDY))
+    varied = _Varied(search, of_a_start)
     for off, share in _PROGRAMS:
         varied.start_from_program(off, share)
     for off in _GREEDY:
@@ -44,8 +46,10 @@ def vary(search: Search, exchanges: int) -> None:
 
 
 class _Varied:
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Search, of_a_start: int) -> None:
+        """of_a_start: evaluations to be within the budget, and as many to improve."""
         self._search = search
+        self._of_a_start = of_a_start
         self.rng = np.random.default_rng(_SEED)
         trace, tables = search.evaluator.trace, search.evaluator.tables
         self._kinds = numbers(kinds_of(trace), len(tables.gaps))
@@ -64,7 +68,9 @@ class _Varied:
             gaps[:, column] = gaps[:, column] * copying
         budget = self._floor + int(share * (search.budget - self._floor))
         relaxed = bound_of(tables._replace(ops=ops, gaps=gaps), budget, most_ticks=_TICKS)
-        search.most = search.count + 3 * _OF_A_START  # a third to be within the budget, and one of the rest to improve
+        search.most = (
+            search.count + 3 * self._of_a_start
+        )  # a third to be within the budget, and one of the rest to improve
         search.start_from(_FROM, rounded(relaxed))
 
     def start_greedy(self, off: float) -> None:
@@ -74,8 +80,8 @@ class _Varied:
         for price, rank, gap, action in self._prices:
             factor = float(factors[gap, action])
             heap.append((price * factor, rank * factor, gap, action))
-        search.most = search.count + 2 * _OF_A_START
-        search.start_greedy(_FROM, heap, until=search.count + _OF_A_START, give_up_ns=int(_SLOW * search.best_ns))
+        search.most = search.count + 2 * self._of_a_start
+        search.start_greedy(_FROM, heap, until=search.count + self._of_a_start, give_up_ns=int(_SLOW * search.best_ns))
 
     def _factors(self, kinds: Ints, off: float) -> Floats:
         return np.exp(self.rng.normal(0.0, off, int(kinds.max(initial=0)) + 1))[kinds]

@@ -58,7 +58,7 @@ class Executor:
     ) -> None:
         """wait: for the outcome of checks, before a replay is used. due: it is heard before the optimizer runs, and the
         step fails on one. others: what to follow where the step turns out to be another one that is known. trial: room
-        for what comes next is made sure of, tick by tick. Not in steps that are measured: it would show there."""
+        for what comes next is made sure of, tick by tick."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
