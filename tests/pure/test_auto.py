@@ -105,7 +105,7 @@ BUSY_HOST = HostCosts(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mobilenet", 6])
+@pytest.mark.parametrize("name", ["mobilenet", 0])
 def test_where_the_host_is_slow_it_asks_less_of_it(name: str | int) -> None:
     trace = make_trace(name, forward=20) if isinstance(name, int) else traceio.load(TRACES / f"{name}.json.gz")
     fast = PRESETS["h200"]
