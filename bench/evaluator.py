@@ -74,7 +74,7 @@ class Options:
     timeout_seconds: float
     until: float  # by time.monotonic(): nothing is started or goes on after it
     traces: Path
-    planners: tuple[str, ...] = (LEGROOM.removesuffix("@"),)  # each at every share
+    planners: tuple[str, ...]  # each at every share
 
 
 class Session:
@@ -326,30 +326,25 @@ def shares(text: str) -> tuple[str, ...]:
     return out
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names_of, help=f"default: {','.join(RECORDED)}")
-    parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {','.join(TINY)}")
+def add_options(parser: argparse.ArgumentParser, *, timeout_seconds: float, results: str) -> None:
+    """Those of every benchmark that runs models at shares of their range. results: the name of the file."""
     parser.add_argument("--shares", type=shares, default=SHARES, help="of the range (default 75,50,25)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps (default {STEPS})")
     parser.add_argument("--seconds", type=float, default=30.0, help="fewer steps where they take longer (default 30)")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one budget (default 90)")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout_seconds, help=f"seconds for one budget (default {timeout_seconds:.0f})"
+    )
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for the whole run")
     parser.add_argument("--traces", type=Path, default=ROOT / "tests" / "traces", help="default: tests/traces")
     parser.add_argument("--from", dest="earlier", type=Path, help="an earlier results file to go on from")
-    parser.add_argument("--budget", type=Path, help="results of bench/budget.py to take along")
     parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, with --tiny cpu")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "evaluator.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / results)
     parser.add_argument("--render", type=Path, help="only write the page beside this results file")
-    return parser
 
 
-def main(arguments: Sequence[str]) -> int:
-    parsed = _parser().parse_args(arguments)
-    if parsed.render:
-        render(parsed.render, budgets=parsed.budget)
-        return 0
+def run_models(parsed: argparse.Namespace, conditions: dict[str, str], names: Sequence[str], *planners: str) -> int:
+    """Measure these models by the options of add_options(); 1 where something failed. planners: other than auto."""
     earlier = read(parsed.earlier) if parsed.earlier else Results((), ())
     options = Options(
         device=parsed.device or ("cpu" if parsed.tiny else "cuda"),
@@ -359,15 +354,34 @@ def main(arguments: Sequence[str]) -> int:
         timeout_seconds=parsed.timeout,
         until=time.monotonic() + parsed.limit,
         traces=parsed.traces,
+        planners=planners or (LEGROOM.removesuffix("@"),),
     )
-    conditions = budget.conditions(arguments, parsed.commit, script="bench/evaluator.py")
     results = replace(earlier, runs=(*earlier.runs, conditions))
     with tempfile.TemporaryDirectory() as folder:
         session = Session(options, results, parsed.json, Path(folder))
-        for name in parsed.only or (TINY if parsed.tiny else RECORDED):
+        for name in names:
             session.model(name)
-    render(parsed.json, budgets=parsed.budget)
     return 1 if any(row.status in budget.FAILURES for row in session.results.rows if row.run == session.run) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names_of, help=f"default: {','.join(RECORDED)}")
+    parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {','.join(TINY)}")
+    add_options(parser, timeout_seconds=90.0, results="evaluator.json")
+    parser.add_argument("--budget", type=Path, help="results of bench/budget.py to take along")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    if parsed.render:
+        render(parsed.render, budgets=parsed.budget)
+        return 0
+    conditions = budget.conditions(arguments, parsed.commit, script="bench/evaluator.py")
+    failed = run_models(parsed, conditions, parsed.only or (TINY if parsed.tiny else RECORDED))
+    render(parsed.json, budgets=parsed.budget)
+    return failed
 
 
 if __name__ == "__main__":

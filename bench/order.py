@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 # The folder of a script is on the path, not the one above it.
@@ -30,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
-from bench.evaluator import SHARES, STEPS, Options, Session, shares
+from bench.evaluator import add_options, run_models
 from bench.planners import ORDER, ORDER_TRACES
 from bench.rows import Results, Row, read
 from bench.verdicts import Verdict
@@ -38,7 +34,6 @@ from bench.workloads import TINY, names_of
 from legroom.errors import LegroomError
 from legroom.planners import PLANNERS
 
-ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # of a step's time: two runs of one plan differ by so much
 GIB = 2**30
 _HEAD = (
@@ -152,17 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=names_of, help=f"default: {','.join(ORDER_TRACES)}")
     parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {TINY[0]}")
     parser.add_argument("--planners", type=_planners, default=ORDER, help=f"default: {','.join(ORDER)}")
-    parser.add_argument("--shares", type=shares, default=SHARES, help="of the range (default 75,50,25)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps (default {STEPS})")
-    parser.add_argument("--seconds", type=float, default=30.0, help="fewer steps where they take longer (default 30)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one budget (default 120)")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for the whole run")
-    parser.add_argument("--traces", type=Path, default=ROOT / "tests" / "traces", help="default: tests/traces")
-    parser.add_argument("--from", dest="earlier", type=Path, help="an earlier results file to go on from")
-    parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, with --tiny cpu")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "order.json")
-    parser.add_argument("--render", type=Path, help="only write the page beside this results file")
+    add_options(parser, timeout_seconds=120.0, results="order.json")
     return parser
 
 
@@ -171,25 +156,12 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.render:
         render(parsed.render)
         return 0
-    earlier = read(parsed.earlier) if parsed.earlier else Results((), ())
-    options = Options(
-        device=parsed.device or ("cpu" if parsed.tiny else "cuda"),
-        shares=parsed.shares,
-        steps=parsed.steps,
-        seconds=parsed.seconds,
-        timeout_seconds=parsed.timeout,
-        until=time.monotonic() + parsed.limit,
-        traces=parsed.traces,
-        planners=parsed.planners,
-    )
     conditions = budget.conditions(arguments, parsed.commit, script="bench/order.py")
-    results = replace(earlier, runs=(*earlier.runs, conditions))
-    with tempfile.TemporaryDirectory() as folder:
-        session = Session(options, results, parsed.json, Path(folder))
-        for name in parsed.only or (TINY[:1] if parsed.tiny else ORDER_TRACES):
-            session.model(name)
+    failed = run_models(
+        parsed, conditions, parsed.only or (TINY[:1] if parsed.tiny else ORDER_TRACES), *parsed.planners
+    )
     render(parsed.json)
-    return 1 if any(row.status in budget.FAILURES for row in session.results.rows if row.run == session.run) else 0
+    return failed
 
 
 if __name__ == "__main__":

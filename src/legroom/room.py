@@ -567,17 +567,14 @@ class Room:
         if self._brim.settled:
             if not relieved or self._brim.usable_bytes <= self._floor or not self._brim.after_relief():
                 return False
-            self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
-            self._calibrations = 0
-            self._plan_for(self.trace)
-            return True
-        retries, self._retries = self._retries, self._device.retries()
-        rearranged = self._retries > retries
-        if not self._brim.after_step(rearranged=rearranged and self._planned > 1):
-            if rearranged and self._arena_bytes:  # its pages lie elsewhere now
-                self._device.merge_free()
-                self._map_arena()
-            return False
+        else:
+            retries, self._retries = self._retries, self._device.retries()
+            rearranged = self._retries > retries
+            if not self._brim.after_step(rearranged=rearranged and self._planned > 1):
+                if rearranged and self._arena_bytes:  # its pages lie elsewhere now
+                    self._device.merge_free()
+                    self._map_arena()
+                return False
         self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
         self._calibrations, before = 0, self._before
         self._plan_for(self.trace)

@@ -223,6 +223,23 @@ def test_once_a_plan_has_settled_its_steps_are_tried_only_where_nothing_is_arran
     assert bool(tried) is not arranged
 
 
+def test_a_plan_that_never_finds_its_room_makes_way_for_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Tight()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="30MiB") as room:
+        trained(room, model, optimizer, device, refused=-1)
+        assert room._brim is not None and room._brim.settled and room.plan is not None
+        before = room._brim.usable_bytes
+        for _ in range(4):
+            assert room._brim.usable_bytes == before
+            device.refuses_bytes = 9 * MIB
+            with room.step():
+                model(torch.randn(4096, 128)).backward()
+        assert room.plan.predicted_peak_bytes <= room._brim.usable_bytes < before
+        assert room.report().fallbacks["memory was in pieces: planned again for less"] == 1
+
+
 def test_in_backward_no_mode_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Tight()
     monkeypatch.setattr(rooms, "open_device", lambda *_: device)

@@ -68,9 +68,7 @@ class _Varied:
             gaps[:, column] = gaps[:, column] * copying
         budget = self._floor + int(share * (search.budget - self._floor))
         relaxed = bound_of(tables._replace(ops=ops, gaps=gaps), budget, most_ticks=_TICKS)
-        search.most = (
-            search.count + 3 * self._of_a_start
-        )  # a third to be within the budget, and one of the rest to improve
+        search.most = search.count + 3 * self._of_a_start  # of which a third is to be within the budget
         search.start_from(_FROM, rounded(relaxed))
 
     def start_greedy(self, off: float) -> None:
