@@ -150,6 +150,8 @@ def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[Piece]) -> t
     quick = _QuickTrial(events, pieces)
     if quick.how_far(()) == (len(events), 0):
         return ()
+    if _most_at_once(events) > sum(piece.nbytes for piece in pieces):
+        return None  # however it lies
     beam: list[tuple[Spacer, ...]] = [()]
     for _ in range(_MOST_SPACERS):
         found: dict[tuple[int, int], tuple[Spacer, ...]] = {}
@@ -186,6 +188,19 @@ def _large(events: Iterable[Event]) -> list[Event]:
         else:
             chosen.append(event)
     return chosen
+
+
+def _most_at_once(events: Iterable[Event]) -> int:
+    level = most = 0
+    live: dict[int, int] = {}
+    for key, nbytes in events:
+        if nbytes > 0:
+            live[key] = nbytes
+            level += nbytes
+            most = max(most, level)
+        elif nbytes == 0:
+            level -= live.pop(key, 0)
+    return most
 
 
 def _spread(best: list[tuple[int, int]]) -> list[tuple[int, int]]:

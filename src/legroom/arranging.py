@@ -18,7 +18,7 @@ from legroom.following import checked
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
-from legroom.planners import Planner
+from legroom.planners import Planner, tighter
 from legroom.runtime.device import Device
 from legroom.schedule import Schedule, check_schedule, lower
 
@@ -65,12 +65,13 @@ def find_arranged(planner: Planner, trace: Trace, hardware: Hardware, brim: Brim
     """
     brim = copy.copy(brim)
     found: Found | None = None
+    ask = planner
     while True:
         # Near the floor a plan that makes the allocator work for its room is better than none.
         usable = min(max(brim.usable_bytes, space.floor_bytes), space.budget_bytes)
         began = time.perf_counter()
         try:
-            plan = checked(trace, planner(trace, hardware, usable))
+            plan = checked(trace, ask(trace, hardware, usable))
         except BudgetError:
             if found is None:
                 raise
@@ -79,6 +80,7 @@ def find_arranged(planner: Planner, trace: Trace, hardware: Hardware, brim: Brim
         found = _arranged(plan, trace, hardware, copy.copy(brim), space)
         if found.spacers is not None or not brim.arranged or usable <= space.floor_bytes:
             return found
+        ask = tighter(planner, plan)
         brim.lower()
         while slow and brim.arranged:  # to the one that needs no arrangement
             brim.lower()

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from legroom import traceio
 from legroom.bound import lower_bound
-from legroom.errors import BudgetError
+from legroom.errors import BudgetError, PlanError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.plan import Plan
-from legroom.planners import PLANNERS, quick
+from legroom.planners import PLANNERS, quick, tighter
 from legroom.planners.auto import Auto
 from legroom.planners.checkmate import Checkmate
 from legroom.planners.home import Home
@@ -330,4 +330,44 @@ def test_same_input_same_plan() -> None:
     budget = budgets(trace)[2]
     planner = Auto(evaluations=1000)
     assert planner(trace, PRESETS["cpu"], budget) == planner(trace, PRESETS["cpu"], budget)
-    assert dataclasses.asdict(Auto()) == {"evaluations": 16000, "bound": True, "thorough": True}
+    assert dataclasses.asdict(Auto()) == {"evaluations": 16000, "bound": True, "thorough": True, "start": None}
+
+
+# What a plan costs the host beside an H200, as bench/gaps.py has it.
+A_HOST = HostCosts(
+    tick=8e-6, swap_out=110e-6, release=50e-6, drop=60e-6, prefetch=90e-6, await_=30e-6, replay=40e-6, replay_op=38e-6
+)
+
+
+def evaluations(plan: Plan) -> int:
+    return int(plan.notes[-1].rsplit(";", 1)[1].split()[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "unet"])
+def test_a_plan_for_more_is_as_good_a_start_as_all_the_others(name: str) -> None:
+    """Where a little less is asked for, time and again."""
+    trace = traceio.load(TRACES / f"{name}.json.gz")
+    hardware = dataclasses.replace(PRESETS["h200"], host=A_HOST)
+    floor = floor_bytes(trace)
+    budget = floor + (peak_of(trace) - floor) // 3
+    plan = Auto()(trace, hardware, budget)
+    for share in (0.97, 0.94):
+        less = int(budget * share)
+        anew, plan = Auto()(trace, hardware, less), tighter(Auto(), plan)(trace, hardware, less)
+        assert_honest(trace, hardware, less, plan)
+        assert plan.predicted_seconds <= anew.predicted_seconds * 1.005
+        assert plan.gap is not None
+        assert evaluations(plan) < evaluations(anew) / 2
+
+
+def test_a_plan_of_another_step_is_no_start() -> None:
+    trace, other = make_trace(86, forward=6), make_trace(87, forward=6)
+    plan = SHORT(trace, LINK, budgets(trace)[2])
+    with pytest.raises(PlanError, match="the plan is for trace"):
+        tighter(SHORT, plan)(other, LINK, budgets(other)[1])
+
+
+def test_other_planners_start_as_always() -> None:
+    trace = make_trace(86, forward=6)
+    planner = PLANNERS["capuchin"]
+    assert tighter(planner, SHORT(trace, LINK, budgets(trace)[2])) is planner

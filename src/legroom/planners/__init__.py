@@ -13,7 +13,7 @@ from legroom.errors import PlanError, quote
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Plan
-from legroom.planners.auto import Auto, quick
+from legroom.planners.auto import Auto, quick, tighter
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.checkmate import Checkmate
 from legroom.planners.dtr import Dtr
@@ -28,7 +28,7 @@ from legroom.planners.tensile import Tensile
 from legroom.planners.vdnn import Vdnn
 from legroom.units import parse_bytes
 
-__all__ = ["PLANNERS", "Planner", "named", "plan", "quick"]
+__all__ = ["PLANNERS", "Planner", "named", "plan", "quick", "tighter"]
 
 
 class Planner(Protocol):

@@ -25,7 +25,7 @@ from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels import AHEAD, Codes
-from legroom.plan import Plan
+from legroom.plan import Plan, check_fits
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.dtr import Dtr
 from legroom.planners.home import Home
@@ -80,6 +80,7 @@ class Auto:
     evaluations: int = 16000  # of the search; varied prices and annealing take several times as many
     bound: bool = True  # state a bound
     thorough: bool = True  # ask other planners too, and anneal where gaps are few
+    start: Plan | None = None  # of the same trace for a larger budget: the search starts from it, too
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         evaluator = Evaluator(trace, hardware)
@@ -96,6 +97,9 @@ class Auto:
             relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_TICKS)
             lowest_ns = relaxed.seconds * 1e9
             search.start_from("the linear program", rounded(relaxed))
+        if self.start is not None:
+            check_fits(trace, self.start)
+            search.start_from("the plan for more", _codes(self.start))
         varied = False
         if self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE):
             varied = evaluator.gaps <= _MOST_VARIED
@@ -148,6 +152,12 @@ def _start_tighter(search: Search, share: float, *, most_ticks: int) -> None:
 def quick(planner: _Planner) -> _Planner:
     """The planner for plans that will not last: auto without a bound, other planners and annealing."""
     return replace(planner, bound=False, thorough=False) if isinstance(planner, Auto) else planner
+
+
+def tighter(planner: _Planner, plan: Plan) -> _Planner:
+    """The planner for a little less than it was asked for before, given what it found then: auto repairs that plan,
+    which takes a fifth of the time and comes as close."""
+    return replace(planner, thorough=False, start=plan) if isinstance(planner, Auto) else planner
 
 
 def _notes(search: Search) -> tuple[str, ...]:

@@ -1,0 +1,86 @@
+"""The search for a plan whose memory can be arranged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from legroom import traceio
+from legroom.arrange import Piece
+from legroom.arranging import Found, Space, find_arranged
+from legroom.brim import SHARES, Brim
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS, Hardware
+from legroom.ir import Trace
+from legroom.plan import Plan
+from legroom.planners import Planner
+from legroom.planners.auto import Auto
+from legroom.schedule import check_schedule
+
+TRACES = Path(__file__).parents[1] / "traces"
+H200 = PRESETS["h200"]
+MIB = 2**20
+
+
+class Asked(Auto):
+    """Auto, and what it was asked for: the bytes, and from what it started."""
+
+    asked: list[tuple[int, Plan | None]] = []  # noqa: RUF012 (the class is frozen)
+
+    def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        self.asked.append((budget_bytes, self.start))
+        return super().__call__(trace, hardware, budget_bytes)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return traceio.load(TRACES / "bert.json.gz")
+
+
+def space(trace: Trace, free_share: float) -> Space:
+    """Half of the range as the budget, and of what is not alive before the step so much in one piece, a little in
+    pieces that are too small for most."""
+    floor = floor_bytes(trace)
+    budget = floor + (trace.peak_bytes - floor) // 2
+    base = sum(s.nbytes for s in trace.storages if s.persistent)
+    free = int((budget - base) * free_share)
+    return Space(budget, floor, base, free, (Piece(2 * MIB),) * 16)
+
+
+def found(planner: Planner, trace: Trace, free_share: float) -> Found:
+    given = space(trace, free_share)
+    return find_arranged(planner, trace, H200, Brim(given.budget_bytes), given)
+
+
+def test_less_and_less_is_asked_for_each_time_from_the_plan_before(trace: Trace) -> None:
+    planner = Asked(evaluations=2000, thorough=False)
+    planner.asked.clear()
+    answer = found(planner, trace, 0.97)
+    sizes = [nbytes for nbytes, _ in planner.asked]
+    starts = [start for _, start in planner.asked]
+    assert len(sizes) > 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert starts[0] is None
+    assert [start.budget_bytes for start in starts[1:] if start is not None] == sizes[:-1]
+    assert answer.spacers is not None
+    assert check_schedule(trace, answer.schedule) <= sizes[-1]
+    assert answer.brim is not None
+    assert answer.brim.usable_bytes == sizes[-1]
+
+
+def test_with_all_in_one_piece_the_first_plan_is_taken(trace: Trace) -> None:
+    planner = Asked(evaluations=2000, thorough=False)
+    planner.asked.clear()
+    answer = found(planner, trace, 1.0)
+    assert len(planner.asked) == 1
+    assert answer.spacers is not None
+    assert answer.plan.budget_bytes == int(space(trace, 1.0).budget_bytes * SHARES[0])
+
+
+def test_where_nothing_can_be_arranged_a_plan_is_taken_that_needs_no_arrangement(trace: Trace) -> None:
+    answer = found(Auto(evaluations=1000, thorough=False), trace, 0.2)
+    assert answer.spacers is None
+    assert answer.arena_bytes == 0
+    assert answer.brim is not None
+    assert not answer.brim.arranged
