@@ -65,7 +65,7 @@ def find_arranged(planner: Planner, trace: Trace, hardware: Hardware, brim: Brim
     """
     brim = copy.copy(brim)
     found: Found | None = None
-    ask = planner
+    ask: Planner = planner
     while True:
         # Near the floor a plan that makes the allocator work for its room is better than none.
         usable = min(max(brim.usable_bytes, space.floor_bytes), space.budget_bytes)

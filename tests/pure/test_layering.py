@@ -56,6 +56,7 @@ ORDER = (
     "admission",
     "following",
     "arranging",
+    "standing",
     "room",
     "__init__",
     # edges

@@ -9,6 +9,7 @@ import torch
 
 import legroom
 from legroom import room as rooms
+from legroom import standing
 from legroom.hardware import Hardware, HostCosts
 from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Swap, signature
@@ -17,6 +18,7 @@ from legroom.runtime.pace import Pace
 from tests.runtime.test_pressure import built
 
 COSTS = HostCosts(*[1e-3] * 8)
+QUICK = Hardware("quick", 2**34, 2**34, 1e12, 1e12, 1e12, 1e12, 0.0, False, 0.0, 64, COSTS)
 
 
 class Moment:
@@ -40,12 +42,7 @@ class Timed(CpuDevice):
 def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Timed()
     monkeypatch.setattr(rooms, "open_device", lambda *_: device)
-    hardware = Hardware("quick", 2**34, 2**34, 1e12, 1e12, 1e12, 1e12, 0.0, False, 0.0, 64, COSTS)
-
-    def probed(room: Any) -> Hardware:
-        return hardware.scaled_host(room._host_factor)
-
-    monkeypatch.setattr(legroom.Room, "_hardware", probed)
+    monkeypatch.setattr(rooms, "probe", lambda *_: QUICK)
 
     def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         """On the host as it is thought to be at first everything is swapped, on a slower one a little."""
@@ -57,7 +54,7 @@ def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: py
     model, optimizer = built()
     names: list[str] = []
     with legroom.fit(model, optimizer, budget="1GiB", planner=planner) as room:
-        room._pace = Pace(lambda: device.now)  # the host is as slow as the device, which waits for it
+        room._standing.pace = Pace(lambda: device.now)  # the host is as slow as the device, which waits for it
         for number in range(60):
             torch.manual_seed(number)
             with room.step():
@@ -74,7 +71,7 @@ def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: py
         # By the pace of the plan that stays, not of the one that was tried last; steps here take what no step does.
         assert room.timeline is not None
         expected = min(0.5 if stays == "first" else second_seconds, 3.0 * room.timeline.seconds)
-        assert not room._pace.timing
+        assert not room._standing.pace.timing
         assert room.report().predicted_step_seconds == pytest.approx(expected, rel=0.03)
     assert "second" in names
     assert names[-1] == stays
@@ -83,9 +80,8 @@ def test_the_faster_one_stays(second_seconds: float, stays: str, monkeypatch: py
 
 def test_one_that_does_not_fit_any_more_is_not_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps under the second plan were seen to take more than the recorded one: the first would be above the budget."""
-    hardware = Hardware("quick", 2**34, 2**34, 1e12, 1e12, 1e12, 1e12, 0.0, False, 0.0, 64, COSTS)
-    monkeypatch.setattr(legroom.Room, "_hardware", lambda room: hardware.scaled_host(room._host_factor))
-    monkeypatch.setattr(rooms, "_WORTH_ANOTHER", 1e9)  # which is thought to be faster does not matter
+    monkeypatch.setattr(rooms, "probe", lambda *_: QUICK)
+    monkeypatch.setattr(standing, "_WORTH_ANOTHER", 1e9)  # which is thought to be faster does not matter
 
     def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         first = hardware.host.tick <= COSTS.tick
@@ -97,7 +93,7 @@ def test_one_that_does_not_fit_any_more_is_not_taken_up_again(monkeypatch: pytes
         monkeypatch.setattr(rooms, "open_device", lambda *_: device)
         model, optimizer = built()
         with legroom.fit(model, optimizer, budget=budget, planner=planner) as room:
-            room._pace = Pace(lambda: device.now)
+            room._standing.pace = Pace(lambda: device.now)
             for number in range(60):
                 torch.manual_seed(number)
                 with room.step():

@@ -87,7 +87,7 @@ def nothing_left() -> bool:
 
 
 def test_most_ticks_are_left_out(room: tuple[Any, Model, torch.optim.Optimizer]) -> None:
-    program = room[0]._program
+    program = room[0]._standing.program
 
     assert program.calls is not None and program.few_ticks is not None
     assert 0 < len(program.few_ticks.expected) < len(program.all_ticks.expected)

@@ -128,13 +128,13 @@ def test_a_planned_step_that_runs_out_is_planned_for_less(budget: int, device: C
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget=budget) as room:
         train(room, model, optimizer, 8)
-        assert room._brim is not None
-        before = room._brim.usable_bytes
+        assert room._standing.brim is not None
+        before = room._standing.brim.usable_bytes
         with pytest.raises(torch.OutOfMemoryError), room.step():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More words")
         train(room, model, optimizer, 4)
         report = room.report()
-        assert report.predicted_peak_bytes <= room._brim.usable_bytes < before
+        assert report.predicted_peak_bytes <= room._standing.brim.usable_bytes < before
     assert report.fallbacks["a planned step ran out of memory: planned again for less"] == 1
 
 

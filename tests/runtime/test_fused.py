@@ -153,13 +153,13 @@ def test_the_bits_are_those_of_plain_steps(
 
     def fit_and_note(*args: Any) -> Any:
         room = fit(*args)
-        plan_for = room._plan_for
+        plan_for = room._standing.plan_for
 
-        def planned(trace: Any) -> None:
+        def planned(trace: Any, base_bytes: int) -> None:
             proofs.append(Counter(written))
-            plan_for(trace)
+            plan_for(trace, base_bytes)
 
-        monkeypatch.setattr(room, "_plan_for", planned)
+        monkeypatch.setattr(room._standing, "plan_for", planned)
         return room
 
     taken, report, _ = run_room(CASES[name](), fit_and_note, planned_steps=6)
@@ -387,5 +387,5 @@ def test_statistics_that_the_plan_moves_are_not_held(written: Counter[str]) -> N
         gap.storage for gap, d in zip(rooms[0].trace.gaps, rooms[0].plan.decisions, strict=True) if d == Swap("sync")
     }
     assert any(rooms[0].trace.storages[storage].nbytes == rows * 4 for storage in swapped)
-    assert not rooms[0]._program.statistics
+    assert not rooms[0]._standing.program.statistics
     assert "released later than planned" not in report.fallbacks

@@ -100,7 +100,7 @@ def test_a_little_less_room_than_that_and_hooks_stay(net: Net) -> None:
     room, optimizer = settled(net)
     with room:
         assert room.timeline is not None
-        room.budget_bytes = int(room.timeline.peak_bytes / 0.97)
+        room._standing._budget_bytes = int(room.timeline.peak_bytes / 0.97)
         train(net, [32], room, optimizer)
     assert net.hooked[-1]
 
@@ -161,7 +161,7 @@ def test_a_device_that_fails_between_steps_leaves_nothing_behind(net: Net, monke
     with room:
         for moment in ("begin", "end"):
             with monkeypatch.context() as patch:
-                patch.setattr(room._pace, moment, lambda _: 1 / 0)
+                patch.setattr(room._standing.pace, moment, lambda _: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     train(net, [32], room, optimizer)
             optimizer.zero_grad()

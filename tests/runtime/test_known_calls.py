@@ -185,8 +185,9 @@ def test_what_is_known_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = built()
     with legroom.fit(net, optimizer, budget="1GiB", planner=random_planner((0, 0, 1, 0), seed=0)) as room:
         trained(net, optimizer, room.step, CHANGES["nothing"])
-        assert room._program is not None and room._program.calls is not None
-        known = [way.known for way in room._program.calls.ways if way.known is not None]
+        program = room._standing.program
+        assert program is not None and program.calls is not None
+        known = [way.known for way in program.calls.ways if way.known is not None]
         assert len(known) > 20
         found, reached = list(known), set()
         while found:

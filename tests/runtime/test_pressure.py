@@ -189,7 +189,7 @@ def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.Monkey
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB") as room:
         mine = trained(room, model, optimizer, device, refused)
-        assert room._found is not None and room._found.spacers is None
+        assert room._standing._found is not None and room._standing._found.spacers is None
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert device.refused >= 1
@@ -206,10 +206,11 @@ def test_once_a_plan_has_settled_its_steps_are_tried_only_where_nothing_is_arran
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB") as room:
         trained(room, model, optimizer, device)
-        assert room._brim is not None and room._brim.settled
-        assert room._program is not None and room._program.pressure is not None
-        assert room._found is not None and room._found.spacers is None
-        room._found = replace(room._found, spacers=() if arranged else None)
+        standing = room._standing
+        assert standing.brim is not None and standing.brim.settled
+        assert standing.program is not None and standing.program.pressure is not None
+        assert standing._found is not None and standing._found.spacers is None
+        standing._found = replace(standing._found, spacers=() if arranged else None)
         tried: list[int] = []
         relieve = Pressure.relieve
 
@@ -229,14 +230,15 @@ def test_a_plan_that_never_finds_its_room_makes_way_for_a_smaller_one(monkeypatc
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB") as room:
         trained(room, model, optimizer, device, refused=-1)
-        assert room._brim is not None and room._brim.settled and room.plan is not None
-        before = room._brim.usable_bytes
+        standing = room._standing
+        assert standing.brim is not None and standing.brim.settled and room.plan is not None
+        before = standing.brim.usable_bytes
         for _ in range(4):
-            assert room._brim.usable_bytes == before
+            assert standing.brim.usable_bytes == before
             device.refuses_bytes = 9 * MIB
             with room.step():
                 model(torch.randn(4096, 128)).backward()
-        assert room.plan.predicted_peak_bytes <= room._brim.usable_bytes < before
+        assert room.plan.predicted_peak_bytes <= standing.brim.usable_bytes < before
         assert room.report().fallbacks["memory was in pieces: planned again for less"] == 1
 
 

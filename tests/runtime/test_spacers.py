@@ -88,11 +88,11 @@ def prepared(device: Noting, model: Net, optimizer: torch.optim.Optimizer, *, to
         with room.step():
             work(model, optimizer, torch.ones(256, 64))
     trace = room.trace
-    assert trace is not None and room._program is not None
+    assert trace is not None and room._standing.program is not None
     first_unpack = next(i for i, tick in enumerate(trace.ticks) if tick.kind == "unpack")
     spacers = [Spacer(first_unpack // 2, len(trace.ticks) if to_the_end else first_unpack + 3, NBYTES)]
-    room._program = Program(trace, room._schedule, spacers=spacers)
-    assert not room._program.idle
+    room._standing.program = Program(trace, room._standing._schedule, spacers=spacers)
+    assert not room._standing.program.idle
     return room
 
 
@@ -168,29 +168,30 @@ def test_one_that_stands_to_the_end_goes_with_the_step(device: Noting, leaves_ho
             with room.step():
                 work(model, optimizer, torch.ones(256, 64))
             assert device.taken == number + 1 and device.alive() == 0
-        assert room._program is not None and (room._program.few_ticks is not None) is leaves_hooks_out
+        program = room._standing.program
+        assert program is not None and (program.few_ticks is not None) is leaves_hooks_out
 
 
 def test_the_report_s_curve_has_it_in(device: Noting) -> None:
     model, optimizer = built()
     with prepared(device, model, optimizer) as room:
-        room._calibrations, room._calibrated = 0, False  # measure once more
+        room._standing.calibrations, room._standing._calibrated = 0, False  # measure once more
         for _ in range(3):  # the first may put right what the plan's own measured steps did not see
             with room.step():
                 work(model, optimizer, torch.ones(256, 64))
         report = room.report()
     assert report.predicted_peak_bytes == max(report.predicted_curve) == max(report.measured_curve) > NBYTES
-    assert room._calibrated
+    assert room._standing._calibrated
 
 
 def test_a_refused_one_is_not_taken_for_a_smaller_step(device: Noting) -> None:
     model, optimizer = built()
     with prepared(device, model, optimizer) as room:
-        room._calibrations, room._calibrated = 0, False
-        before, with_it = room.trace, room._predicted_curve()
+        room._standing.calibrations, room._standing._calibrated = 0, False
+        before, with_it = room.trace, room._standing.predicted_curve()
         device.refuses = True
         with room.step():
             work(model, optimizer, torch.ones(256, 64))
-        assert room.trace == before and not room._calibrated, "this was not the step that the plan is for"
-        without = room._predicted_curve()
+        assert room.trace == before and not room._standing._calibrated, "this was not the step that the plan is for"
+        without = room._standing.predicted_curve()
     assert max(a - b for a, b in zip(with_it, without, strict=True)) == NBYTES, "it is in no curve any more"
