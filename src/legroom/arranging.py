@@ -17,7 +17,7 @@ from legroom.errors import BudgetError
 from legroom.following import checked
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.plan import Plan
+from legroom.plan import Plan, signature
 from legroom.planners import Planner, tighter
 from legroom.runtime.device import Device
 from legroom.schedule import Schedule, check_schedule, lower
@@ -58,14 +58,18 @@ def space_on(device: Device, trace: Trace, *, budget_bytes: int, floor_bytes: in
     return Space(budget_bytes, floor_bytes, base_bytes, free_bytes, tuple(device.free_pieces()))
 
 
-def find_arranged(planner: Planner, trace: Trace, hardware: Hardware, brim: Brim, space: Space) -> Found:
+def find_arranged(
+    planner: Planner, trace: Trace, hardware: Hardware, brim: Brim, space: Space, before: Plan | None = None
+) -> Found:
     """The plan that fills most of the budget without its memory falling into pieces.
 
-    brim: from where on to try; it stays as it is, and what was tried last comes with the plan.
+    brim: from where on to try; it stays as it is, and what was tried last comes with the plan. before: a plan of the
+    same step that filled more, if there was one.
     """
     brim = copy.copy(brim)
     found: Found | None = None
-    ask: Planner = planner
+    known = before is not None and before.trace_signature == signature(trace)
+    ask = tighter(planner, before) if known and before is not None else planner
     while True:
         # Near the floor a plan that makes the allocator work for its room is better than none.
         usable = min(max(brim.usable_bytes, space.floor_bytes), space.budget_bytes)

@@ -112,12 +112,17 @@ class Standing:
     # the plan
 
     def plan_for(self, trace: Trace, base_bytes: int) -> None:
-        """base_bytes: alive at the start of the step."""
+        """For a step that was just recorded. base_bytes: alive at its start."""
+        self.calibrations = 0
+        self._plan_for(trace, base_bytes)
+
+    def _plan_for(self, trace: Trace, base_bytes: int, *, before: Plan | None = None) -> None:
+        """before: a plan of the same step, for more memory."""
         self.trace, self.plan, self.timeline, self.program = trace, None, None, None
         self._planned_base_bytes = base_bytes
         self.floor_bytes = floor_bytes(trace)
         try:
-            found = self._find_plan(trace)
+            found = self._find_plan(trace, before)
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
             self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
@@ -125,8 +130,9 @@ class Standing:
         self._adopt(trace, found)
 
     def give_up(self) -> None:
-        """Steps follow it no more. What is known of it stays, for the report."""
+        """Steps follow it no more, nor another of the same trace. What is known of it stays, for the report."""
         self.program = None
+        self._plan_again = False
 
     def show(self, trace: Trace, plan: Plan, schedule: Schedule) -> None:
         """Have this plan reported, which somebody else follows."""
@@ -138,7 +144,7 @@ class Standing:
         if self.timeline is None and self.trace is not None and self.plan is not None:
             self._predict(self.trace, self._schedule, self.hardware())
 
-    def _find_plan(self, trace: Trace) -> Found:
+    def _find_plan(self, trace: Trace, before: Plan | None = None) -> Found:
         with patience("measuring the machine and planning the step"):
             hardware = self.hardware()
             if self.brim is None or self._given is not None:
@@ -152,14 +158,10 @@ class Standing:
                 floor_bytes=self.floor_bytes,
                 base_bytes=self._planned_base_bytes,
             )
-            return find_arranged(self._planner, trace, hardware, self.brim, space)
+            return find_arranged(self._planner, trace, hardware, self.brim, space, before)
 
     def _adopt(self, trace: Trace, found: Found) -> None:
         plan, schedule = found.plan, found.schedule
-        self._found, self._before = found, None
-        self.brim = found.brim
-        if self.brim is not None:
-            self.brim.new_plan()
         peak = check_schedule(trace, schedule)
         if peak > self._budget_bytes:
             raise BudgetError(
@@ -169,6 +171,10 @@ class Standing:
                 budget_bytes=self._budget_bytes,
                 floor_bytes=self.floor_bytes,
             )
+        self._found, self._before = found, None
+        self.brim = found.brim
+        if self.brim is not None:
+            self.brim.new_plan()
         self._predict(trace, schedule, found.hardware)
         self.plan = plan
         self._schedule = schedule
@@ -283,7 +289,8 @@ class Standing:
         if self._plan_again and self.trace is not None:
             self._plan_again = False
             self._base_bytes = self._setting.alive_bytes()
-            self.plan_for(self.trace, self._base_bytes)
+            self.calibrations = 0
+            self._plan_for(self.trace, self._base_bytes, before=self.plan)
 
     # what they show
 
@@ -305,13 +312,14 @@ class Standing:
             return
         self.calibrations += 1
         self.trace = trace = correct(trace, predicted[1:], curve)
+        self.floor_bytes = floor_bytes(trace)
         # Seconds do not depend on levels: of the timeline, only the memory in it is another one now.
         memory = tuple(Memory(*level) for level in memory_curve(trace, self._schedule))
         peak = max((trace.head_peak_bytes, *(m.peak_bytes for m in memory)))
         self.timeline = replace(timeline, memory=memory, peak_bytes=peak)
         if max(self.predicted_curve()) > self._budget_bytes:
             self._setting.fallbacks["planned again after the first planned step was measured"] += 1
-            self.plan_for(trace, self._base_bytes)
+            self._plan_for(trace, self._base_bytes)
 
     def _look_at_pieces(self, *, relieved: bool, first: bool) -> bool:
         """Whether another plan was made because the allocator can give more, or less, than was thought.
@@ -332,7 +340,7 @@ class Standing:
                 return False
         self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
         self.calibrations, before = 0, self._before
-        self.plan_for(self.trace, self._base_bytes)
+        self._plan_for(self.trace, self._base_bytes, before=self.plan)
         self._before = before
         return True
 

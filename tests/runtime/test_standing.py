@@ -1,0 +1,87 @@
+"""The standing plan, where several things happen to it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import legroom
+from legroom import room as rooms
+from legroom.arranging import Found
+from legroom.errors import BudgetError
+from legroom.plan import Keep, Plan
+from legroom.schedule import lower
+from legroom.standing import MOST_CALIBRATIONS, Standing
+from tests.runtime.test_cap import Capped
+from tests.runtime.test_pressure import built
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[legroom.Room]:
+    """One on a device with a cap, whose plan moves something."""
+    monkeypatch.setattr(rooms, "open_device", lambda *_: Capped())
+    model, optimizer = built()
+
+    def step() -> None:
+        model(torch.randn(4096, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = legroom.capture(step, model=model, optimizer=optimizer)
+    floor = legroom.floor_bytes(trace)
+    with legroom.fit(model, optimizer, budget=floor + (trace.peak_bytes - floor) // 2) as made:
+        for _ in range(4):
+            with made.step():
+                step()
+        assert made._standing.program is not None
+        made.train = step  # type: ignore[attr-defined]
+        yield made
+
+
+def planned(standing: Standing) -> Plan:
+    assert standing.plan is not None
+    return standing.plan
+
+
+def test_after_running_out_of_memory_the_next_plan_is_smaller(room: legroom.Room) -> None:
+    standing = room._standing
+    before = planned(standing)
+    assert standing.ran_out()
+    standing.recover()
+    assert standing.program is not None
+    assert planned(standing).budget_bytes < before.budget_bytes
+
+
+def test_nothing_is_planned_from_a_trace_that_is_no_longer_believed(room: legroom.Room) -> None:
+    """A step ran out of memory, and only then it was heard that a replay before had given other bits."""
+    assert room._standing.ran_out()
+    room._record_again()
+    room._standing.recover()
+    assert room._standing.program is None
+
+
+def test_a_plan_above_the_budget_leaves_the_one_before_as_it_was(room: legroom.Room) -> None:
+    standing = room._standing
+    before, program, brim = standing._found, standing.program, standing.brim
+    assert before is not None and standing.trace is not None
+    too_much = replace(before.plan, decisions=(Keep(),) * len(before.plan.decisions), planner="greedy")
+    found = Found(too_much, lower(standing.trace, too_much, before.hardware), before.hardware, None)
+    with pytest.raises(BudgetError, match="the plan of 'greedy' needs"):
+        standing._adopt(standing.trace, found)
+    assert (standing._found, standing.program, standing.brim) == (before, program, brim)
+
+
+def test_a_step_that_is_recorded_anew_is_calibrated_anew(room: legroom.Room) -> None:
+    room._standing.calibrations = MOST_CALIBRATIONS
+    room._record_again()
+    measured = room.report().measured_steps
+    for _ in range(3):  # recorded; tried under a plan; measured
+        with room.step():
+            room.train()  # type: ignore[attr-defined]
+    assert room._standing.calibrations < MOST_CALIBRATIONS
+    assert room.report().measured_steps == measured + 2
