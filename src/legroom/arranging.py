@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, small_bytes
@@ -68,8 +68,9 @@ def find_arranged(
     """
     brim = copy.copy(brim)
     found: Found | None = None
-    known = before is not None and before.trace_signature == signature(trace)
-    ask = tighter(planner, before) if known and before is not None else planner
+    ask: Callable[[Trace, Hardware, int], Plan] = planner
+    if before is not None and before.trace_signature == signature(trace):
+        ask = tighter(planner, before)
     while True:
         # Near the floor a plan that makes the allocator work for its room is better than none.
         usable = min(max(brim.usable_bytes, space.floor_bytes), space.budget_bytes)
