@@ -252,15 +252,20 @@ class Room:
         self._standing.give_up()
         self._sheltered_since_drift = SHELTERED_STEPS - 1
 
+    def _distrust(self, ops: list[str]) -> None:
+        """What was recorded took these for replayable."""
+        self._setting.distrusted.update(ops)
+        self._recorded = None
+        if self._following is not None:
+            self._following.forget()
+        self._record_again()
+
     def _hear_of_checks(self, *, wait: bool) -> None:
         while self._compared and (wait or self._compared[0].known()):
             check = self._compared.popleft()
             if not check.same():
                 self._setting.fallbacks["a replay gave other bits"] += 1
-                self._setting.distrusted.update(check.ops)
-                if self._following is not None:
-                    self._following.forget()
-                self._record_again()
+                self._distrust(check.ops)
                 warnings.warn(
                     f"recomputing {', '.join(check.ops)} gave other bits than the first run, though it was proven to "
                     "give the same: gradients of the last steps may be off. It is kept or swapped from now on. "
@@ -269,15 +274,18 @@ class Room:
                     stacklevel=4,
                 )
 
-    def _hear_of_refusal(self, run: AnyStep, error: BaseException | None) -> None:
-        """A step that follows the input may have been refused by what it proved, or would have been."""
-        inner = run.inner if isinstance(run, CalledStep) else None
-        if isinstance(inner, PlannedStep) and inner.executor.refused_bits and self._following is not None:
-            self._setting.distrusted.update(inner.executor.mismatch)
-            self._following.forget()
-            if inner.executor.refusal and error is not None:
-                error.add_note(f"legroom: {inner.executor.refusal}")
-                warnings.warn(inner.executor.refusal, RuntimeWarning, stacklevel=4)
+    def _failed(self, run: AnyStep, error: BaseException | None) -> None:
+        """A step did not come to its end. What it found out about its replays holds all the same.
+
+        error: of the program; None where the step ended in one of our own."""
+        inner = run.inner if isinstance(run, CalledStep) else run
+        if not isinstance(inner, PlannedStep):
+            return
+        executor = inner.executor
+        self._take_stock(executor)
+        if executor.refusal and error is not None:
+            error.add_note(f"legroom: {executor.refusal}")
+            warnings.warn(executor.refusal, RuntimeWarning, stacklevel=4)
 
     def _ended(self, run: AnyStep, seconds: float) -> None:
         self._steps += 1
@@ -355,6 +363,8 @@ class Room:
         following, inner = self._following, run.inner
         assert following is not None and self._watch is not None
         following.ended(run, seconds)
+        if isinstance(inner, PlannedStep):
+            self._take_stock(inner.executor)
         if inner is None or self._watch.elsewhere or self._watch.under_hooks or not self._alike(self._watch):
             self._setting.fallbacks["the step does not follow from the first call of the model: not followed"] += 1
             if isinstance(inner, ShelteredStep):
@@ -373,11 +383,7 @@ class Room:
             case PlannedStep():
                 self._planned += 1
                 self._seconds.append(seconds)
-                self._take_stock(inner.executor)
-                if inner.executor.mismatch:
-                    self._setting.distrusted.update(inner.executor.mismatch)
-                    following.forget()
-                elif inner.curve is not None:
+                if inner.curve is not None and not inner.executor.mismatch:
                     self._standing.measured_peak_bytes = inner.curve.measured_peak_bytes
             case LeftAlone():
                 self._planned += 1
@@ -403,6 +409,8 @@ class Room:
                 if self._following is not None:
                     self._following.refused(run.inner)
                 self._ran_out(run.inner, error)
+            if not isinstance(run.inner, PlannedStep | LeftAlone):
+                return  # no plan is at fault, and a smaller one would help nobody
             if self._standing.brim is not None:
                 self._standing.brim.after_failure(arranged=False)
             if self._following is not None:
@@ -420,18 +428,14 @@ class Room:
             )
 
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
-        mismatch: list[str] = []
         if run.executor is not None:
-            mismatch = run.executor.mismatch
             self._take_stock(run.executor)
-        if self._following is not None:
-            self._setting.distrusted.update(mismatch)
-            return  # the plan was for one size alone
-        if run.drifted or mismatch:
-            self._record_again()
-            if mismatch:
-                self._setting.distrusted.update(mismatch)
+            if run.executor.mismatch:
                 return
+        if self._following is not None:
+            return  # the plan was for one size alone
+        if run.drifted:
+            self._record_again()
             self._drifts.append(self._steps)
             if len(self._drifts) == DRIFTS and self._drifts[-1] - self._drifts[0] <= DRIFT_WINDOW_STEPS:
                 self._sheltered_until = self._steps + REACTIVE_STEPS
@@ -442,11 +446,14 @@ class Room:
         self._standing.ended(run, self._planned)
 
     def _take_stock(self, executor: Executor) -> None:
+        """Of what a planned step shows about its replays, however it ended."""
         copies = executor.lineage.copies_before_write
         if copies:
             self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
         if self._device.answers_later:
             self._compared.extend(executor.compared)
+        if executor.mismatch:
+            self._distrust(executor.mismatch)
 
     # report
 
@@ -544,20 +551,23 @@ class Step:
         run, self._run = self._run, None
         seconds = time.perf_counter() - self._began
         try:
-            if error is None:
-                self._room._standing.pace.end(self._room._device)
-            else:
-                self._room._standing.pace.cancel()
-        finally:
             try:
-                self._leave(run, failed=error is not None)
+                if error is None:
+                    self._room._standing.pace.end(self._room._device)
+                else:
+                    self._room._standing.pace.cancel()
             finally:
-                self._room._hear_of_refusal(run, error)
+                self._leave(run, failed=error is not None)
+        except BaseException:
+            self._room._failed(run, error)
+            raise
         if error is None:
             self._room._ended(run, seconds)
             return
         if isinstance(error, torch.OutOfMemoryError):
             self._room._ran_out(run, error)
+        # After that: what is not believed any more is not planned from for less memory, either.
+        self._room._failed(run, error)
         inner = run.inner if isinstance(run, CalledStep) else run
         if isinstance(inner, ShelteredStep):
             inner.undo.forget()

@@ -388,6 +388,10 @@ class Standing:
             found = self._find_plan(trace)
         except BudgetError:
             found = None
+        if found is not None and check_schedule(trace, found.schedule) > self._budget_bytes:
+            # The step is through and its plan fits: a planner that now minds no budget is no reason to fail.
+            self._setting.fallbacks["planned again for the host, above the budget: the plan before stays"] += 1
+            found = None
         most_seconds = simulated_seconds * _WORTH_ANOTHER
         if found is None or simulate(trace, found.schedule, found.hardware).seconds > most_seconds:
             self._map_arena()  # the search gave it back

@@ -113,3 +113,38 @@ def test_one_that_does_not_fit_any_more_is_not_taken_up_again(monkeypatch: pytes
     planner_name, peak = trained("1GiB", 0)
     assert planner_name == "first"
     assert trained(peak + 4096, 3 * 2**20)[0] == "second"
+
+
+def test_one_above_the_budget_is_not_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that minds the budget when it is first asked, and not when it is asked again for a slower host."""
+    monkeypatch.setattr(rooms, "probe", lambda *_: QUICK)
+    device = Timed()
+    asked: list[bool] = []
+
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        first = hardware.host.tick <= COSTS.tick
+        asked.append(first)
+        decisions = (Swap() if first else Keep(),) * len(trace.gaps)
+        return Plan(decisions, signature(trace), "first" if first else "second", budget_bytes, 0, 0.0, ())
+
+    model, optimizer = built()
+
+    def step() -> None:
+        model(torch.randn(512, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        device.now += 0.5
+
+    trace = legroom.capture(step, model=model, optimizer=optimizer)
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    with legroom.fit(model, optimizer, budget=trace.peak_bytes - 1, planner=planner) as room:
+        room._standing.pace = Pace(lambda: device.now)
+        for _ in range(60):
+            with room.step():
+                step()
+            if room.settled:
+                break
+        assert room.settled and room.plan is not None
+        assert room.plan.planner == "first"
+        assert room.report().fallbacks["planned again for the host, above the budget: the plan before stays"] == 1
+    assert asked == [True, False]

@@ -184,6 +184,82 @@ def test_a_program_that_fails_hears_of_it_too() -> None:
         assert room.report().distrusted
 
 
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "is called with another size"])
+def test_a_wrong_replay_is_remembered_however_the_step_ends(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for, and not used; but what was learned took it for replayable."""
+    monkeypatch.setattr(CpuDevice, "answers_later", False)
+    budget = budget_for()
+    net, optimizer = built(frozenset(range(LAYERS)))
+
+    def odd() -> None:
+        with room.step():
+            net(batch(FIRST_ODD)).square().mean().backward()
+            if fails:
+                raise KeyError("of the program's")
+            net(batch(0))
+
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(FIRST_ODD):
+            with room.step():
+                usual(net, optimizer, number)
+        following = room._following
+        assert following is not None and following.report().structures > 0
+        with pytest.raises(KeyError) if fails else nullcontext():
+            odd()
+        assert room.report().fallbacks["a replay gave other bits and was not used"] > 0
+        assert room.report().distrusted
+        assert following.report().structures == 0
+
+
+def test_what_was_recorded_before_a_wrong_replay_is_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out while there was one size. When another one comes, nothing counts as proven at the first."""
+    monkeypatch.setattr(CpuDevice, "answers_later", False)
+    net, optimizer = built(frozenset())
+    with legroom.fit(net, optimizer, budget=budget_for()) as room:
+
+        def step(size: int) -> None:
+            x = torch.randn(size, 64)
+            with room.step():
+                net(x).square().mean().backward()
+                optimizer.zero_grad()
+
+        for _ in range(4):
+            step(1003)
+        net.odd = frozenset(range(LAYERS))
+        while not room.report().distrusted:
+            assert room.report().steps < 40
+            step(1003)
+        step(803)
+        assert room._following is not None
+        courses = [course for way in room._following._ways for course in way.courses]
+        assert not any((1003, 64) in course.recorded for course in courses)
+
+
+@pytest.mark.parametrize("when", ["before the call", "after a save before the call", "after the call"])
+def test_plans_become_smaller_only_where_one_ran_out(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the model is called, nothing is planned: what has no room there has none under another plan."""
+    budget = budget_for()
+    monkeypatch.setattr(legroom.room, "open_device", lambda *_: Capped())
+    net, optimizer = built(frozenset())
+    weight = torch.randn(64, 64).requires_grad_()
+    with legroom.fit(net, optimizer, budget=int(1.5 * budget)) as room:
+        for number in range(FIRST_ODD):
+            with room.step():
+                usual(net, optimizer, number)
+        brim = room._standing.brim
+        assert brim is not None and room._following is not None
+        before = brim.usable_bytes
+        with pytest.raises(torch.OutOfMemoryError), room.step():  # noqa: PT012
+            if when == "after a save before the call":
+                weight.exp()
+            if when == "after the call":
+                net(batch(0))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More words")
+        planned = when == "after the call"
+        assert (brim.usable_bytes < before) == planned
+        assert ("a planned step ran out of memory: planned again for less" in room.report().fallbacks) == planned
+
+
 def test_calls_behind_backward_may_come_or_not() -> None:
     """Gradients accumulated over two steps of one size, clipped in every second one."""
 

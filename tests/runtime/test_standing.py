@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,12 @@ from legroom import room as rooms
 from legroom.arranging import Found
 from legroom.errors import BudgetError
 from legroom.plan import Keep, Plan
+from legroom.runtime.device import CpuDevice
 from legroom.schedule import lower
 from legroom.standing import MOST_CALIBRATIONS, Standing
 from tests.runtime.test_cap import Capped
+from tests.runtime.test_hidden_writes import turns
+from tests.runtime.test_opdb import recompute_all
 from tests.runtime.test_pressure import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,3 +89,35 @@ def test_a_step_that_is_recorded_anew_is_calibrated_anew(room: legroom.Room) -> 
             room.train()  # type: ignore[attr-defined]
     assert room._standing.calibrations < MOST_CALIBRATIONS
     assert room.report().measured_steps == measured + 2
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["heard at once", "heard later"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("Tried to allocate 2 GiB."), KeyError("of the program's")])
+def test_what_a_step_found_out_about_its_replays_holds_if_it_fails(
+    error: Exception, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value is changed through numpy from a step on that then fails: no plan of before is followed after it."""
+    monkeypatch.setattr(rooms, "open_device", lambda *_: Capped())
+    monkeypatch.setattr(CpuDevice, "answers_later", later)
+    _, loss = turns(5, 1)()
+    other = torch.randn(4, 4).requires_grad_()
+
+    def step(number: int) -> None:  # with saves after the program's, so that there is a time to be away
+        (loss(number) + (other.sin() * other.cos()).sum()).backward()
+
+    with legroom.fit(budget="1GiB", planner=recompute_all) as room:
+        for number in range(5):
+            with room.step():
+                step(number)
+        before = room.report()
+        assert before.bytes_recomputed > 0
+        with pytest.raises(type(error)), room.step():  # noqa: PT012
+            step(5)
+            raise error
+        heard = pytest.warns(RuntimeWarning, match="gave other bits") if later else nullcontext()
+        with heard, room.step():
+            step(6)
+        report = room.report()
+    assert report.sheltered_steps == before.sheltered_steps + 1
+    assert report.distrusted
+    assert report.bytes_recomputed == 0
