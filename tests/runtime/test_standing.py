@@ -12,15 +12,21 @@ import torch
 import legroom
 from legroom import room as rooms
 from legroom.arranging import Found
+from legroom.curve import Curve
 from legroom.errors import BudgetError
-from legroom.plan import Keep, Plan
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Recompute, signature
 from legroom.runtime.device import CpuDevice
-from legroom.schedule import lower
+from legroom.runtime.residency import Entry
+from legroom.schedule import Replay, lower
 from legroom.standing import MOST_CALIBRATIONS, Standing
 from tests.runtime.test_cap import Capped
 from tests.runtime.test_hidden_writes import turns
 from tests.runtime.test_opdb import recompute_all
 from tests.runtime.test_pressure import built
+from tests.runtime.test_random_plans import admit, random_planner
+from tests.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,3 +127,78 @@ def test_what_a_step_found_out_about_its_replays_holds_if_it_fails(
     assert report.sheltered_steps == before.sheltered_steps + 1
     assert report.distrusted
     assert report.bytes_recomputed == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_replay_brought_back_is_there_for_the_next_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two backwards through one graph: replays of the second read what the first one has brought back. They find it,
+    and nothing is held for making it again afterwards."""
+    curves: list[tuple[tuple[int, ...], list[int]]] = []
+    with_lineage: set[int] = set()
+    calibrate, die = Standing._calibrate, Entry.die
+
+    def noted(self: Standing, curve: Curve, *, relieved: bool) -> None:
+        curves.append((self.predicted_curve(), [segment.measured_peak_bytes for segment in curve.segments]))
+        calibrate(self, curve, relieved=relieved)
+
+    def died(self: Entry) -> None:
+        if self.node is not None and self.in_memory:
+            with_lineage.add(self.number)
+        die(self)
+
+    monkeypatch.setattr(Standing, "_calibrate", noted)
+    monkeypatch.setattr(Entry, "die", died)
+    case = ZOO["retain_graph"]()
+    model, optimizer = case.build()
+    with legroom.fit(model, optimizer, budget="1GiB", planner=random_planner((1, 0, 0, 1), seed)) as room:
+        for number in range(3):
+            with_lineage.clear()
+            with room.step():
+                case.step(model, optimizer, case.batch(number))
+        replays = [i for i in room._standing._schedule.instructions if isinstance(i, Replay)]
+    assert all(m <= p for m, p in zip(*reversed(curves[0]), strict=True))
+    assert not with_lineage & {storage for i in replays for storage in (i.storage, *i.also)}
+
+
+def test_a_replay_finds_a_leaf_that_went_beside_the_plan_and_is_back() -> None:
+    """What is made from it was dropped before it was saved itself. Two backwards, so that it stays for both."""
+    w = torch.randn(64, 128).requires_grad_()
+
+    def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        """Recompute the first storage that can be, and keep the others."""
+        kept = Plan((Keep(),) * len(trace.gaps), signature(trace), "first", budget_bytes, 0, 0.0, ())
+        plans = (admit(trace, kept, hardware, {gap.id: Recompute()}) for gap in trace.gaps)
+        return next(plan for plan in plans if plan != kept)
+
+    def step(room: legroom.Room, *, makes_room: bool) -> torch.Tensor:
+        w.grad = None
+        with room.step():
+            scale = torch.ones(64, 128)
+            scale.numpy()[0] = 3.0  # so that it cannot be made again
+            key = scale.untyped_storage()._cdata
+            product = w * (scale + 1)
+            z = product.sin() * scale
+            del product, scale
+            out = z.cos()
+            del z
+
+            def leave(_: torch.Tensor) -> None:
+                entry = room._setting.ledger.by_key.get(key)
+                if entry is not None and makes_room:
+                    assert entry.exclusive() and entry.node is not None and entry.node.relied
+                    entry.start_saving()
+                    entry.release()
+                    gone.append(entry)
+
+            out.register_hook(leave)
+            out.sum().backward(retain_graph=True)
+            out.sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    gone: list[Entry] = []
+    with legroom.fit(budget="1GiB", planner=planner) as room:
+        expected = [step(room, makes_room=False) for _ in range(4)]
+        assert room.report().bytes_recomputed > 0
+        assert torch.equal(step(room, makes_room=True), expected[0])
+        assert gone

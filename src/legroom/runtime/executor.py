@@ -27,7 +27,7 @@ from legroom.runtime.hashing import MOST_DUE
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
-from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, TakeSpacer, Ticks, also_of
+from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
 from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
@@ -117,7 +117,7 @@ class Executor:
     # hooks
 
     def _follow(self, ticks: Ticks) -> None:
-        self._at, self._expected, self._last_drop, self._light = ticks
+        self._at, self._expected, self._last_need, self._light = ticks
         self._last = len(ticks.expected)
 
     def interception(self, depths: tuple[int, int] | None) -> Interception:
@@ -371,7 +371,7 @@ class Executor:
                 self.fallbacks["swapped out beside the plan, to make room"] += gone
         return tick
 
-    def _do(self, instruction: Instruction, entry: Entry) -> None:
+    def _do(self, instruction: Instruction | Settle, entry: Entry) -> None:
         match instruction:
             case SwapOut():
                 if entry.exclusive():
@@ -394,6 +394,9 @@ class Executor:
                 if not entry.in_memory:
                     tape = instruction.tick * self._storages + entry.number if not self.switched else -1
                     self._bring_back(entry, instruction.also, tape=tape)
+            case Settle():
+                if entry.in_memory:
+                    entry.settle()
 
     def _space(self, instruction: TakeSpacer | EndSpacer) -> None:
         spacer = instruction.spacer
@@ -562,7 +565,7 @@ class Executor:
         return self._tick_of_optimizer is not None and self._tick_of_optimizer != self.tick
 
     def _settle(self, entry: Entry) -> None:
-        if self.tick > self._last_drop.get(entry.number, -1):
+        if self.tick > self._last_need.get(entry.number, -1):
             entry.settle()
 
     # ops

@@ -35,15 +35,25 @@ class EndSpacer(NamedTuple):
     spacer: Spacer
 
 
+class Settle(NamedTuple):
+    """What a replay brought back was read by another for the last time, and is not dropped any more."""
+
+    tick: int
+    storage: int
+
+
+Command = Instruction | TakeSpacer | EndSpacer | Settle
+
+
 class Ticks(NamedTuple):
     """What to do and what to expect, tick by tick."""
 
-    at: list[tuple[Instruction | TakeSpacer | EndSpacer, ...]]
+    at: list[tuple[Command, ...]]
     # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
     # else gets one, kept by the plan or not: if the step drifts it must be able to go. Where hooks are left out, only
     # what is moved or read by a replay: the rest has no hook as it is.
     expected: list[tuple[bool, int, int, bool]]
-    last_drop: dict[int, int]  # by storage
+    last_need: dict[int, int]  # by storage that is dropped: when that is, or when a replay reads it
     light: list[int]  # packs at which nothing is to be done, of what needs no entry: 1; 2: replays have a use for it
 
 
@@ -65,7 +75,7 @@ def _may_have_to_go(storage: Storage) -> bool:
     return bool(storage.gaps) or (storage.kind == "activation" and storage.nbytes >= _SMALL_BYTES)
 
 
-def also_of(instruction: Instruction | TakeSpacer | EndSpacer) -> tuple[int, ...]:
+def also_of(instruction: Command) -> tuple[int, ...]:
     return instruction.also if isinstance(instruction, Replay) else ()
 
 
@@ -91,7 +101,7 @@ class Program:
         self._sizes_fit = sizes_fit
         self.idle = not schedule.instructions
         self.spacers = tuple(spacers)
-        self._instructions: dict[int, list[Instruction | TakeSpacer | EndSpacer]] = {}
+        self._instructions: dict[int, list[Command]] = {}
         for spacer in spacers:  # those that end go first: what they leave may be what the others are to take
             if spacer.until >= len(trace.ticks):
                 continue  # it ends with the step
@@ -101,6 +111,11 @@ class Program:
         for instruction in schedule.instructions:
             self._instructions.setdefault(instruction.tick, []).append(instruction)
         self._replays = replays = [i for i in schedule.instructions if isinstance(i, Replay)]
+        dropped = {i.storage: i.tick for i in schedule.instructions if isinstance(i, Drop)}
+        read = {storage: i.tick for i in replays for storage in self._read_by(i)}
+        for storage in sorted(dropped.keys() & read.keys()):
+            if read[storage] > dropped[storage]:
+                self._instructions[read[storage]].append(Settle(read[storage], storage))
         replayed = {op for i in replays for op in i.ops}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         # Of normalisations that need not all of their work again, by number: the storages of their statistics.
@@ -124,6 +139,12 @@ class Program:
         self.lessons = 0
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    def _read_by(self, again: Replay) -> set[int]:
+        """What a replay reads that it does not make itself."""
+        ops = [self.trace.ops[op] for op in again.ops]
+        made = {value for op in ops for value in op.writes}
+        return {storage for op in ops for storage, version in op.reads if (storage, version) not in made}
 
     @functools.cached_property
     def recipes(self) -> dict[int, tuple[tuple[tuple[int, ...], int], ...]]:
@@ -195,7 +216,7 @@ class Program:
             # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
             at=[*at, (Drop(-1, -1),)],
             expected=expected,
-            last_drop={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop)},
+            last_need={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop | Settle)},
             light=[
                 (2 if number in kept else 1) if is_pack and plain and not at[i] and self._is_sure(number) else 0
                 for i, (is_pack, number, _, plain) in enumerate(expected)

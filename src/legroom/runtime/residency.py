@@ -240,9 +240,11 @@ class Entry:
                 self.key = 0
 
     def settle(self) -> None:
-        """It will not be dropped again: what it was made from may go, unless somebody counts on these very bytes."""
+        """It will not be dropped again, nor read by a replay of what is dropped later: what it was made from may go,
+        unless somebody counts on these very bytes. Of a leaf nothing goes, and what was dropped before it was saved has
+        it without a pin."""
         self.settled = True
-        if not self.pins and self.node is not None:
+        if not self.pins and self.node is not None and self.node.maker is not None:
             self.node.entry = None
             self.node = None
 
