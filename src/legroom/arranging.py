@@ -82,7 +82,7 @@ def find_arranged(
                 raise
             return found
         slow = time.perf_counter() - began > _SLOW_SECONDS
-        found = _arranged(plan, trace, hardware, copy.copy(brim), space)
+        found = arranged(plan, trace, hardware, brim, space)
         if found.spacers is not None or not brim.arranged or usable <= space.floor_bytes:
             return found
         ask = tighter(planner, plan)
@@ -91,7 +91,9 @@ def find_arranged(
             brim.lower()
 
 
-def _arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Space) -> Found:
+def arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Space) -> Found:
+    """This plan, with an arrangement of its memory if there is one. brim: as for find_arranged()."""
+    brim = copy.copy(brim)
     schedule = lower(trace, plan, hardware)
     peak_bytes = check_schedule(trace, schedule)
     if not schedule.instructions:

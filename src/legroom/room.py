@@ -443,7 +443,7 @@ class Room:
             return
         self._planned += 1
         self._seconds.append(seconds)
-        self._standing.ended(run, self._planned)
+        self._standing.ended(run)
 
     def _take_stock(self, executor: Executor) -> None:
         """Of what a planned step shows about its replays, however it ended."""

@@ -11,7 +11,7 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from legroom.arrange import Spacer
-from legroom.arranging import Found, find_arranged, space_on
+from legroom.arranging import Found, arranged, find_arranged, space_on
 from legroom.assembling import correct
 from legroom.brim import Brim
 from legroom.curve import Curve
@@ -147,10 +147,9 @@ class Standing:
     def _find_plan(self, trace: Trace, before: Plan | None = None) -> Found:
         with patience("measuring the machine and planning the step"):
             hardware = self.hardware()
-            if self.brim is None or self._given is not None:
-                plan = self._given or self._planner(trace, hardware, self._budget_bytes)
-                plan = checked(trace, plan)
-                return Found(plan, lower(trace, plan, hardware), hardware, self.brim)
+            if self.brim is None:
+                plan = checked(trace, self._given or self._planner(trace, hardware, self._budget_bytes))
+                return Found(plan, lower(trace, plan, hardware), hardware, None)
             space = space_on(
                 self._device,
                 trace,
@@ -158,6 +157,8 @@ class Standing:
                 floor_bytes=self.floor_bytes,
                 base_bytes=self._planned_base_bytes,
             )
+            if self._given is not None:
+                return arranged(checked(trace, self._given), trace, hardware, self.brim, space)
             return find_arranged(self._planner, trace, hardware, self.brim, space, before)
 
     def _adopt(self, trace: Trace, found: Found) -> None:
@@ -234,9 +235,9 @@ class Standing:
         # settled. And in the first step of a plan, in which all ops are looked at and ask for a little more than was
         # arranged: that one is not measured.
         trial = untried = False
-        if self.brim is not None and self._given is None and not program.idle:
-            arranged = self._found is not None and self._found.spacers is not None
-            trial = not arranged or (program.calls is None and not self.brim.settled)
+        if self.brim is not None and not program.idle:
+            fits = self._found is not None and self._found.spacers is not None
+            trial = not fits or (program.calls is None and not self.brim.settled)
             untried = self.brim.untried
         measure = (calibrating or planned_steps in CHECKS) and not (trial and untried)
         if watch is not None and program.idle and self._device.has_cap:
@@ -254,15 +255,15 @@ class Standing:
             if run.executor is not None:
                 run.executor.at_backward = partial(self.pace.mark, self._device)
 
-    def ended(self, run: PlannedStep | IdleStep, planned_steps: int) -> None:
-        """Hear of a step that went as planned. planned_steps: with this one."""
+    def ended(self, run: PlannedStep | IdleStep) -> None:
+        """Hear of a step that went as planned."""
         if self._watch is not None:
             before, self._inputs = self._inputs, tuple(self._watch.calls)
             self._same_inputs = before == self._inputs
         relieved = run.executor is not None and run.executor.refused
-        if self._look_at_pieces(relieved=relieved, first=planned_steps == 1):
+        if self._look_at_pieces(relieved=relieved):
             return
-        if not self._steady and (self.brim is None or self.brim.settled or self._given is not None):
+        if not self._steady and (self.brim is None or self.brim.settled):
             # Sheltered steps swap everything, and pin memory for it. It goes before steps are timed: timed before it
             # went, a step of ResNet-152 took 134 ms, and 104 later on, which had passed for a slow host.
             self._steady = True
@@ -321,19 +322,20 @@ class Standing:
             self._setting.fallbacks["planned again after the first planned step was measured"] += 1
             self._plan_for(trace, self._base_bytes)
 
-    def _look_at_pieces(self, *, relieved: bool, first: bool) -> bool:
+    def _look_at_pieces(self, *, relieved: bool) -> bool:
         """Whether another plan was made because the allocator can give more, or less, than was thought.
 
-        relieved: something had to go beside the plan to make room. first: of all planned steps."""
-        if self.brim is None or self._given is not None or self.trace is None:
+        relieved: something had to go beside the plan to make room."""
+        if self.brim is None or self.trace is None:
             return False
+        stays = self._given is not None  # whatever comes of it: there is no other
         if self.brim.settled:
-            if not relieved or self.brim.usable_bytes <= self.floor_bytes or not self.brim.after_relief():
+            if stays or not relieved or self.brim.usable_bytes <= self.floor_bytes or not self.brim.after_relief():
                 return False
         else:
             retries, self._retries = self._retries, self._device.retries()
             rearranged = self._retries > retries
-            if not self.brim.after_step(rearranged=rearranged and not first):
+            if not self.brim.after_step(rearranged=rearranged and not stays):
                 if rearranged and self._arena_bytes:  # its pages lie elsewhere now
                     self._device.merge_free()
                     self._map_arena()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import legroom
 from legroom import room as rooms
 from legroom.hardware import PRESETS
 from legroom.ir import Op, Storage, Tick, Trace, validate
+from legroom.plan import to_json
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.residency import Handle, Ledger
 from tests.runtime.test_cap import Capped
@@ -193,6 +195,30 @@ def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.Monkey
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert device.refused >= 1
+    assert report.fallbacks["swapped out beside the plan, to make room"] >= 1
+    assert report.planned_steps == 7, report.fallbacks
+
+
+@pytest.mark.parametrize("refused", [2, 8], ids=["first", "settled"])
+def test_a_plan_from_a_file_is_made_room_for_as_well_and_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: int
+) -> None:
+    devices = [Tight(), Tight()]
+    monkeypatch.setattr(rooms, "open_device", lambda *_: devices[-1])
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="30MiB") as room:
+        trained(room, model, optimizer, devices.pop())
+        assert room.plan is not None
+        plan = room.plan
+    path = tmp_path / "plan.json"
+    path.write_text(to_json(plan))
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="30MiB", plan=path) as room:
+        mine = trained(room, model, optimizer, devices[0], refused)
+        assert room.plan == plan
+        report = room.report()
+    assert all(map(torch.equal, mine, trained(None, *built(), None)))
+    assert devices[0].refused >= 1
     assert report.fallbacks["swapped out beside the plan, to make room"] >= 1
     assert report.planned_steps == 7, report.fallbacks
 
