@@ -75,6 +75,7 @@ class Options:
     until: float  # by time.monotonic(): nothing is started or goes on after it
     traces: Path
     planners: tuple[str, ...]  # each at every share
+    plans: Path | None = None  # a folder of plans that were made before, see plan_file()
 
 
 class Session:
@@ -119,7 +120,13 @@ class Session:
             rounds=ROUNDS,
             plain_bytes=plain_bytes,
             floor_bytes=floor,
+            plans=self._plans(name, contenders),
         )
+
+    def _plans(self, name: str, contenders: Sequence[str]) -> dict[str, str]:
+        folder = self.options.plans
+        files = {c: plan_file(folder, name, c) for c in contenders} if folder is not None else {}
+        return {contender: str(path.resolve()) for contender, path in files.items() if path.exists()}
 
     def _child(self, job: Job) -> list[Row]:
         """One process; a row for each contender it got to, at least one."""
@@ -150,6 +157,10 @@ class Session:
         new = [row for row in rows if not (out_of_time(row) and (row.workload, row.contender) in known)]
         self.results = self.results.with_rows(replace(row, run=self.run) for row in new)
         write(self.path, self.results)
+
+
+def plan_file(folder: Path, workload: str, contender: str) -> Path:
+    return folder / f"{workload}_{contender.replace('@', '_').removesuffix('%')}.json"
 
 
 def with_budgets(results: Results, budgets: Results) -> Results:
@@ -343,8 +354,15 @@ def add_options(parser: argparse.ArgumentParser, *, timeout_seconds: float, resu
     parser.add_argument("--render", type=Path, help="only write the page beside this results file")
 
 
-def run_models(parsed: argparse.Namespace, conditions: dict[str, str], names: Sequence[str], *planners: str) -> int:
-    """Measure these models by the options of add_options(); 1 where something failed. planners: other than auto."""
+def run_models(
+    parsed: argparse.Namespace,
+    conditions: dict[str, str],
+    names: Sequence[str],
+    *planners: str,
+    plans: Path | None = None,
+) -> int:
+    """Measure these models by the options of add_options(); 1 where something failed. planners: other than auto.
+    plans: made before, taken where there is one."""
     earlier = read(parsed.earlier) if parsed.earlier else Results((), ())
     options = Options(
         device=parsed.device or ("cpu" if parsed.tiny else "cuda"),
@@ -355,6 +373,7 @@ def run_models(parsed: argparse.Namespace, conditions: dict[str, str], names: Se
         until=time.monotonic() + parsed.limit,
         traces=parsed.traces,
         planners=planners or (LEGROOM.removesuffix("@"),),
+        plans=plans,
     )
     results = replace(earlier, runs=(*earlier.runs, conditions))
     with tempfile.TemporaryDirectory() as folder:

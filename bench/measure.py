@@ -56,6 +56,7 @@ class Job:
     above_bytes: int = 0
     floor_bytes: int = 0  # 0: capture a step to find it
     caps: Mapping[str, int] = field(default_factory=dict)  # of the peers
+    plans: Mapping[str, str] = field(default_factory=dict)  # files, by contender, of those that do not plan now
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -152,7 +153,8 @@ class _Bench:
             return self._smallest(contender)
         if contender.startswith(LEGROOM):
             return self._room(contender, self._budget_bytes(what))
-        return self._room(contender, self._budget_bytes(what), planner=planner, planned_only=True)
+        plan = self.job.plans.get(contender)
+        return self._room(contender, self._budget_bytes(what), planner=planner, plan=plan, planned_only=True)
 
     def _smallest(self, contender: str) -> Row:
         tried: list[str] = []
@@ -177,13 +179,22 @@ class _Bench:
         note = f"the smallest peak of the captured step is {format_bytes(floor)}"
         return replace(row, detail="; ".join([note, *tried]))
 
-    def _room(self, contender: str, budget_bytes: int, *, planner: str = "auto", planned_only: bool = False) -> Row:
+    def _room(
+        self,
+        contender: str,
+        budget_bytes: int,
+        *,
+        planner: str = "auto",
+        plan: str | None = None,
+        planned_only: bool = False,
+    ) -> Row:
         import legroom
 
         workload = self.workload
         self.meter.cap(budget_bytes)
         start = time.perf_counter()
-        with legroom.fit(workload.model, workload.optimizer, budget=budget_bytes, planner=planner) as room:
+        options: dict[str, Any] = {"planner": planner} if plan is None else {"plan": plan}
+        with legroom.fit(workload.model, workload.optimizer, budget=budget_bytes, **options) as room:
             self.meter.cap(budget_bytes)  # not left to the one that is measured
 
             def step(number: int) -> Any:

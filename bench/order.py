@@ -1,13 +1,18 @@
 """The order of HOME's paper, for real: steps on the GPU under plans of the four planners it compares.
 
-    python bench/order.py [--only vgg16,resnet152] [--shares 75,50,25] [--planners home,vdnn] [--limit 500]
+    python bench/order.py --make-plans plans [--only vgg16,resnet152] [--shares 75,50,25] [--planners home,vdnn]
+    python bench/order.py [--plans plans] [--only vgg16] [--shares 75,50,25] [--planners home,vdnn] [--limit 500]
     python bench/order.py --tiny
     python bench/order.py --render bench/results/order.json
 
 The same planners, models and shares of the range as in the last table of `bench/planners.py`, which has them in the
-simulator on another GPU's link. Here they plan for the machine that they run on. As in `bench/evaluator.py` every
-budget is a hard cap, a model's budgets share a process, and steps are timed once the plan has settled. A planner whose
-rule does not reach a budget counts as slower than any that does.
+simulator on another GPU's link. Here they plan for the GPU that they run on. A search such as HOME's takes minutes but
+no GPU: `--make-plans` makes all plans on any machine, from the recorded traces, for an H200 as `bench/planners.py` has
+it, and for as much of each cap as a plan may fill whose memory nobody arranges. `--plans` runs those; where one is not
+there, and without `--plans`, the planner is asked when the step is known.
+
+As in `bench/evaluator.py` every budget is a hard cap, a model's budgets share a process, and steps are timed once the
+plan has settled. A planner whose rule does not reach a budget counts as slower than any that does.
 
 Results are written after each process. `--from` takes an earlier file along, so that a long run can be made in parts.
 """
@@ -26,12 +31,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
-from bench.evaluator import add_options, run_models
+from bench.evaluator import add_options, plan_file, run_models
+from bench.meters import rounded_up
 from bench.planners import ORDER, ORDER_TRACES
+from bench.record import SUFFIX
 from bench.rows import Results, Row, read
 from bench.verdicts import Verdict
 from bench.workloads import TINY, names_of
-from legroom.errors import LegroomError
+from legroom import traceio
+from legroom.brim import Brim
+from legroom.errors import BudgetError, LegroomError, PlanError
+from legroom.evaluate import floor_bytes
+from legroom.hardware import PRESETS
+from legroom.jsonio import write_text
+from legroom.plan import to_json
 from legroom.planners import PLANNERS
 
 NOISE = 0.01  # of a step's time: two runs of one plan differ by so much
@@ -42,9 +55,11 @@ _HEAD = (
 )  # fmt: skip
 _WORDS = (0, 3, 12)
 _PREFACE = (
-    "Written by `python bench/order.py`. Steps under plans of four planners, each for the machine it ran on, at the "
-    "same hard caps on reserved memory: shares of the range from the smallest peak to the plain peak. The median of "
-    "single steps by events on the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the "
+    "Written by `python bench/order.py`. Steps under plans of four planners, each for the GPU it ran on, at the "
+    "same hard caps on reserved memory: shares of the range from the smallest peak to the plain peak. With `--plans` "
+    "they were made from the recorded traces, as in `planners.md` but for as much of the cap as a plan may fill whose "
+    "memory nobody arranges; `predicted` includes the pace of the first steps. The median of single steps by events on "
+    "the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the "
     "simulator says of waiting for copies."
 )
 
@@ -134,6 +149,32 @@ def render(path: Path) -> None:
         print(verdict)
 
 
+def make_plans(
+    folder: Path, traces: Path, names: Sequence[str], shares: Sequence[str], planners: Sequence[str]
+) -> None:
+    """Plans of recorded steps, for run_models(). Where a planner's rule does not reach a budget, there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise LegroomError(f"{folder}: no folder to write plans to ({cause.strerror})") from None
+    for name in names:
+        trace = traceio.load(traces / f"{name}{SUFFIX}")
+        hardware = PRESETS["h200" if trace.device == "cuda" else "cpu"]
+        floor = floor_bytes(trace)
+        for share, planner in itertools.product(shares, planners):
+            cap_bytes = rounded_up(floor + float(share[:-1]) / 100 * (trace.peak_bytes - floor))
+            path = plan_file(folder, name, f"{planner}@{share}")
+            path.unlink(missing_ok=True)  # of another day
+            try:
+                plan = PLANNERS[planner](trace, hardware, Brim(cap_bytes).unarranged_bytes)
+            except BudgetError as error:
+                print(f"{name} {planner}@{share}: {error}", flush=True)
+                continue
+            write_text(path, to_json(plan), error=PlanError)
+            seconds, peak = plan.predicted_seconds, plan.predicted_peak_bytes
+            print(f"{name} {planner}@{share}: {seconds * 1e3:.1f} ms, {peak / GIB:.2f} GiB, {path}", flush=True)
+
+
 def _planners(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
@@ -147,6 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=names_of, help=f"default: {','.join(ORDER_TRACES)}")
     parser.add_argument("--tiny", action="store_true", help=f"on the CPU, as a trial: {TINY[0]}")
     parser.add_argument("--planners", type=_planners, default=ORDER, help=f"default: {','.join(ORDER)}")
+    plans = parser.add_mutually_exclusive_group()
+    plans.add_argument("--make-plans", metavar="FOLDER", type=Path, help="only make plans, from the recorded traces")
+    plans.add_argument("--plans", metavar="FOLDER", type=Path, help="take plans from here, where there is one")
     add_options(parser, timeout_seconds=120.0, results="order.json")
     return parser
 
@@ -156,10 +200,14 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.render:
         render(parsed.render)
         return 0
+    names = parsed.only or (TINY[:1] if parsed.tiny else ORDER_TRACES)
+    if parsed.make_plans:
+        make_plans(parsed.make_plans, parsed.traces, names, parsed.shares, parsed.planners)
+        return 0
+    if parsed.plans is not None and not parsed.plans.is_dir():
+        raise LegroomError(f"{parsed.plans}: there is no such folder of plans; make one with --make-plans")
     conditions = budget.conditions(arguments, parsed.commit, script="bench/order.py")
-    failed = run_models(
-        parsed, conditions, parsed.only or (TINY[:1] if parsed.tiny else ORDER_TRACES), *parsed.planners
-    )
+    failed = run_models(parsed, conditions, names, *parsed.planners, plans=parsed.plans)
     render(parsed.json)
     return failed
 

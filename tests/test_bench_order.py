@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import order, rows
+from bench import order, record, rows
 from bench.measure import STEADY, Job, measure
 from bench.rows import Results, Row
+from legroom.errors import LegroomError
 
 RUN = {"command": "python bench/order.py", "torch": "2.13.0"}
 CLAIMS = ("50%: home ≥ capuchin", "50%: capuchin ≥ superneurons", "50%: superneurons ≥ vdnn")
@@ -92,3 +93,28 @@ def test_steps_are_timed_anew_until_they_are_steady(monkeypatch: pytest.MonkeyPa
     )
     assert found[0].median_ms == pytest.approx(16.0 if most > 1 else 15.0)
     assert found[0].detail == ("timed 2× for steady steps" if most > 1 else "")
+
+
+def test_plans_made_before_are_the_ones_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces, plans, target = tmp_path / "traces", tmp_path / "plans", tmp_path / "order.json"
+    traces.mkdir()
+    assert record.main(["--tiny", "--only", "tiny", str(traces)]) == 0
+    options = ["--tiny", "--shares", "50", "--planners", "capuchin,superneurons", "--traces", str(traces)]
+    assert order.main([*options, "--make-plans", str(plans)]) == 0
+    made = sorted(path.name for path in plans.iterdir())
+    assert made == ["tiny_capuchin_50.json", "tiny_superneurons_50.json"]
+    # Whatever a file says is what runs: here the plan of one planner under the name of the other.
+    (plans / made[1]).write_text((plans / made[0]).read_text())
+    assert order.main([*options, "--plans", str(plans), "--steps", "3", "--commit", "abc", "--json", str(target)]) == 0
+    measured = rows.read(target).of("tiny")
+    assert measured["superneurons@50%"].report["planner"] == "capuchin"
+    assert "capuchin@50%" in capsys.readouterr().out
+
+
+def test_folders_of_plans_that_are_none_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(LegroomError, match="no folder to write plans to"):
+        order.main(["--tiny", "--make-plans", str(file)])
+    with pytest.raises(LegroomError, match="make one with --make-plans"):
+        order.main(["--tiny", "--plans", str(tmp_path / "nowhere")])
