@@ -336,6 +336,8 @@ class Standing:
             retries, self._retries = self._retries, self._device.retries()
             rearranged = self._retries > retries
             if not self.brim.after_step(rearranged=rearranged and not stays):
+                if rearranged and stays and self.brim.settled:
+                    self._setting.fallbacks["memory was in pieces, and the given plan stays: plan for less"] += 1
                 if rearranged and self._arena_bytes:  # its pages lie elsewhere now
                     self._device.merge_free()
                     self._map_arena()

@@ -199,7 +199,7 @@ def test_a_step_goes_on_where_there_is_no_room_for_it(monkeypatch: pytest.Monkey
     assert report.planned_steps == 7, report.fallbacks
 
 
-@pytest.mark.parametrize("refused", [2, 8], ids=["first", "settled"])
+@pytest.mark.parametrize("refused", [2, 4, 8], ids=["first", "looked at", "settled"])
 def test_a_plan_from_a_file_is_made_room_for_as_well_and_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: int
 ) -> None:
@@ -219,6 +219,8 @@ def test_a_plan_from_a_file_is_made_room_for_as_well_and_stays(
         report = room.report()
     assert all(map(torch.equal, mine, trained(None, *built(), None)))
     assert devices[0].refused >= 1
+    told = "memory was in pieces, and the given plan stays: plan for less" in report.fallbacks
+    assert told is (refused == 4)
     assert report.fallbacks["swapped out beside the plan, to make room"] >= 1
     assert report.planned_steps == 7, report.fallbacks
 
