@@ -38,6 +38,7 @@ from legroom.tables import (
     NEVER,
     O_NS,
     V_WRITER,
+    Floats,
 )
 
 ACTIONS = (OVERLAP, SHARED)
@@ -80,7 +81,9 @@ class Search:
         self.budget = budget_bytes
         self.count = 0
         self.most = evaluations
-        self.known: dict[tuple[int, int], Entry] = {}  # (gap, action): its price when last asked for
+        # By gap and action, the price and the rank when last asked for; not a number where nobody has asked.
+        self._known_prices = np.full((evaluator.gaps, CODES), np.nan)
+        self._known_ranks = np.zeros((evaluator.gaps, CODES))
         self.found: list[tuple[int, Codes]] = []  # nanoseconds of a plan within the budget
         self.best = np.full(evaluator.gaps, SYNC, np.int8) if start is None else start
         self.best_ns, _, excess = self._judge(self.best)
@@ -233,8 +236,13 @@ class Search:
                 copying = int(self.evaluator.tables.gaps[gap, G_OUT] + self.evaluator.tables.gaps[gap, G_IN])
                 rank = fall * min(otherwise, marginal) / (copying + 1)
             out.append((price, rank, gap, action))
-            self.known[gap, action] = out[-1]
+            self._note(out[-1])
         return out
+
+    def _note(self, entry: Entry) -> None:
+        price, rank, gap, action = entry
+        self._known_prices[gap, action] = price
+        self._known_ranks[gap, action] = rank
 
     def _entry(self, now: _Cost, then: _Cost, gap: int, action: int) -> Entry | None:
         fall = now[2] - then[2]
@@ -266,7 +274,7 @@ class Search:
             entry = self._entry(now, then, gap, action)
             if entry is None:
                 continue
-            self.known[gap, action] = entry
+            self._note(entry)
             if heap and entry[0] > 0.0 and entry[0] > 1.02 * heap[0][0]:
                 heapq.heappush(heap, entry)
                 continue
@@ -300,15 +308,8 @@ class Search:
             most_ns = int(now_ns * (1.0 + hot * (self.most - self.count) / (self.most - began)))
             mixed = self._mixed(now, others[rng.integers(len(others))], rng) if others and rng.random() < 0.5 else None
             trial = self._undone(now, rng) if mixed is None else mixed
-            for gap in np.flatnonzero((trial == KEEP) & (now != KEEP)).tolist():
-                self.known.setdefault((gap, int(now[gap])), (0.0, 0.0, gap, int(now[gap])))
             wide = _FAR_OFF if hot and rng.random() < 0.5 else _OFF
-            off = rng.uniform(1.0 / wide, wide, (len(trial), CODES))
-            heap = []
-            for price, rank, gap, action in self.known.values():
-                if trial[gap] == KEEP:
-                    factor = float(off[gap, action])
-                    heap.append((price * factor, rank * factor, gap, action))
+            heap = self._prices_off(now, trial, rng.uniform(1.0 / wide, wide, (len(trial), CODES)))
             until = min(self.most, self.count + _ONE_EXCHANGE)
             trial = self._reach(trial, heap, ACTIONS, until=until, give_up_ns=most_ns)
             ns, _, excess = self._judge(trial)
@@ -322,6 +323,16 @@ class Search:
         self.found.append((best_ns, best))
         if best_ns < self.best_ns:
             self.best, self.best_ns = best, best_ns
+
+    def _prices_off(self, now: Codes, trial: Codes, factors: Floats) -> list[Entry]:
+        """Known prices of what a trial keeps, each multiplied by a factor; of what the plan before did there, all."""
+        undone = np.flatnonzero((trial == KEEP) & (now != KEEP))
+        unknown = undone[np.isnan(self._known_prices[undone, now[undone]])]
+        self._known_prices[unknown, now[unknown]] = self._known_ranks[unknown, now[unknown]] = 0.0
+        gaps, actions = np.nonzero(~np.isnan(self._known_prices) & (trial == KEEP)[:, None])
+        factors = factors[gaps, actions]
+        prices, ranks = self._known_prices[gaps, actions] * factors, self._known_ranks[gaps, actions] * factors
+        return list(zip(prices.tolist(), ranks.tolist(), gaps.tolist(), actions.tolist(), strict=True))
 
     def _ranked(self) -> list[tuple[int, Codes]]:
         """Different plans that were found, the fastest first."""
