@@ -164,7 +164,10 @@ def make_plans(
         for share, planner in itertools.product(shares, planners):
             cap_bytes = rounded_up(floor + float(share[:-1]) / 100 * (trace.peak_bytes - floor))
             path = plan_file(folder, name, f"{planner}@{share}")
-            path.unlink(missing_ok=True)  # of another day
+            try:
+                path.unlink(missing_ok=True)  # of another day: there may be none this time
+            except OSError as cause:
+                raise LegroomError(f"{path}: cannot be replaced ({cause.strerror})") from None
             try:
                 plan = PLANNERS[planner](trace, hardware, Brim(cap_bytes).unarranged_bytes)
             except BudgetError as error:

@@ -118,3 +118,6 @@ def test_folders_of_plans_that_are_none_are_told(tmp_path: Path) -> None:
         order.main(["--tiny", "--make-plans", str(file)])
     with pytest.raises(LegroomError, match="make one with --make-plans"):
         order.main(["--tiny", "--plans", str(tmp_path / "nowhere")])
+    (tmp_path / "vgg16_vdnn_50.json").mkdir()
+    with pytest.raises(LegroomError, match=r"vgg16_vdnn_50\.json: cannot be replaced"):
+        order.main(["--only", "vgg16", "--shares", "50", "--planners", "vdnn", "--make-plans", str(tmp_path)])

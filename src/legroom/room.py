@@ -420,12 +420,9 @@ class Room:
         if isinstance(run, ShelteredStep):
             run.undo.restore()
             raise out_of_memory(self.budget_bytes, run, error, self._sizes()) from error
-        self._setting.fallbacks["a planned step ran out of memory: planned again for less"] += 1
-        if self._standing.ran_out():
-            error.add_note(
-                "legroom's plan for this step did not fit, and the next step gets a smaller one. What this step was to "
-                "do is lost"
-            )
+        next_one = self._standing.ran_out()
+        if next_one:
+            error.add_note(f"{next_one}. What this step was to do is lost")
 
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
         if run.executor is not None:

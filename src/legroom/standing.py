@@ -15,7 +15,7 @@ from legroom.arranging import Found, arranged, find_arranged, space_on
 from legroom.assembling import correct
 from legroom.brim import Brim
 from legroom.curve import Curve
-from legroom.errors import BudgetError
+from legroom.errors import BudgetError, PlanError
 from legroom.evaluate import floor_bytes
 from legroom.following import CHECKS, ROOMY, checked
 from legroom.hardware import Hardware
@@ -123,6 +123,14 @@ class Standing:
         self.floor_bytes = floor_bytes(trace)
         try:
             found = self._find_plan(trace, before)
+        except PlanError:
+            if self._given is None or not self._setting.distrusted:
+                raise
+            # Some of what it recomputes is not believed any more, and with that the step is another one.
+            self._setting.fallbacks["the given plan relies on a replay that gave other bits: planned anew"] += 1
+            self._given = None
+            self._plan_for(trace, base_bytes)
+            return
         except BudgetError:
             # The step just ran inside the budget, so the reactive policy can go on doing what no plan can.
             self._setting.fallbacks["no plan fits the budget: the step stays sheltered"] += 1
@@ -276,14 +284,19 @@ class Standing:
             self.measured_peak_bytes = run.curve.measured_peak_bytes
             self._calibrate(run.curve, relieved=relieved)
 
-    def ran_out(self) -> bool:
-        """A step ran out of memory. Whether the next one gets a smaller plan."""
+    def ran_out(self) -> str:
+        """A step ran out of memory. What to say of the next one."""
         self._may_idle = False
+        given = self._given is not None
+        how = "the given plan stays" if given else "planned again for less"
+        self._setting.fallbacks[f"a planned step ran out of memory: {how}"] += 1
         if self.brim is None:
-            return False
+            return ""
         self.brim.after_failure(arranged=True)
         self._plan_again = True  # not now: what the step has made is still there, held by the error
-        return True
+        if given:
+            return "The plan that was given did not fit, and stays: give one for less, or none"
+        return "legroom's plan for this step did not fit, and the next step gets a smaller one"
 
     def recover(self) -> None:
         """Before a step: the smaller plan, if the one before ran out of memory."""

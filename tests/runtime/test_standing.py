@@ -202,3 +202,37 @@ def test_a_replay_finds_a_leaf_that_went_beside_the_plan_and_is_back() -> None:
         assert room.report().bytes_recomputed > 0
         assert torch.equal(step(room, makes_room=True), expected[0])
         assert gone
+
+
+def test_a_given_plan_that_ran_out_of_memory_stays_and_that_is_said(room: legroom.Room) -> None:
+    room._standing._given = given = planned(room._standing)
+    error = torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+    with pytest.raises(torch.OutOfMemoryError), room.step():
+        raise error
+    with room.step():
+        room.train()  # type: ignore[attr-defined]
+    assert planned(room._standing) is given
+    assert "The plan that was given did not fit, and stays" in error.__notes__[0]
+    assert room.report().fallbacks["a planned step ran out of memory: the given plan stays"] == 1
+
+
+def test_a_given_plan_whose_replay_gave_other_bits_makes_way_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "answers_later", False)
+    _, loss = turns(5, 1)()
+    other = torch.randn(4, 4).requires_grad_()
+
+    def step(room: legroom.Room, index: int) -> None:
+        with room.step():
+            (loss(index) + (other.sin() * other.cos()).sum()).backward()
+
+    with legroom.fit(budget="1GiB", planner=recompute_all) as room:
+        for index in range(4):
+            step(room, index)
+        plan = planned(room._standing)
+    with legroom.fit(budget="1GiB", plan=plan) as room:
+        for index in range(9):
+            step(room, index)
+        report = room.report()
+    assert report.distrusted
+    assert report.fallbacks["the given plan relies on a replay that gave other bits: planned anew"] == 1
+    assert report.planned_steps == 5  # of nine: two of them after it

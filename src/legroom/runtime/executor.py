@@ -743,7 +743,7 @@ class Executor:
             for instruction in here:
                 if isinstance(instruction, SwapOut | Release | Drop):
                     away[instruction.storage] = instruction
-                else:
+                elif not isinstance(instruction, Settle):
                     for number in (instruction.storage, *also_of(instruction)):
                         away.pop(number, None)
         if self._excess_of(program) > (program.reserve_bytes or 0) or any(
