@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from pathlib import Path
 
 import torch
 
 from legroom.errors import BudgetError, DeviceError, LegroomError, PlanError
+from legroom.jsonio import read_text
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
 from legroom.probing import memory_bytes
@@ -38,11 +38,11 @@ def open_device(
 def given_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is None or isinstance(plan, Plan):
         return plan
+    text = read_text(plan, error=PlanError)
     try:
-        text = Path(plan).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan file {os.fspath(plan)!r}: {error}") from error
-    return plan_from_json(text)
+        return plan_from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{os.fspath(plan)}: {error}") from None
 
 
 def find_device_type(

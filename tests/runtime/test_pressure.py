@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import legroom
 from legroom import room as rooms
+from legroom.errors import PlanError
 from legroom.hardware import PRESETS
 from legroom.ir import Op, Storage, Tick, Trace, validate
+from legroom.jsonio import write_text
 from legroom.plan import to_json
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.residency import Handle, Ledger
@@ -210,8 +212,8 @@ def test_a_plan_from_a_file_is_made_room_for_as_well_and_stays(
         trained(room, model, optimizer, devices.pop())
         assert room.plan is not None
         plan = room.plan
-    path = tmp_path / "plan.json"
-    path.write_text(to_json(plan))
+    path = tmp_path / "plan.json.gz"
+    write_text(path, to_json(plan), error=PlanError)
     model, optimizer = built()
     with legroom.fit(model, optimizer, budget="30MiB", plan=path) as room:
         mine = trained(room, model, optimizer, devices[0], refused)
