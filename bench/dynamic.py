@@ -50,7 +50,7 @@ from torch.nn import functional as F
 import legroom
 from bench import budget, tables
 from bench.children import OVER, append_row, run_child
-from bench.meters import Meter, meter_for, rounded_up
+from bench.meters import Meter, at_share, meter_for, rounded_up
 from bench.peers import PEERS
 from bench.rows import Results, Row, read, write
 from bench.verdicts import Verdict
@@ -377,7 +377,7 @@ def budgets_of(plain: Row, shares: Sequence[str]) -> dict[str, int]:
     return {
         share: rounded_up(ABOVE_PLAIN * max(peak, plain.reserved_bytes))
         if share == ABOVE
-        else rounded_up(floor + float(share[:-1]) / 100 * (peak - floor))
+        else at_share(share, floor, peak)
         for share in shares
     }
 

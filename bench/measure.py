@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.meters import MIB, Meter, meter_for, rounded_up
+from bench.meters import MIB, Meter, at_share, meter_for, rounded_up
 from bench.peers import PEERS, Step, Unavailable
 from bench.rows import Row
 from bench.workloads import WORKLOADS, Workload, train_step
@@ -237,8 +237,7 @@ class _Bench:
         if what in PEERS:
             raise Unavailable(f"the cap of {what!r} is not known; measure it in this run or give --from")
         if what.endswith("%"):
-            floor = self._floor_bytes()
-            return rounded_up(floor + float(what[:-1]) / 100 * (self.job.plain_bytes - floor))
+            return at_share(what, self._floor_bytes(), self.job.plain_bytes)
         return parse_bytes(what)
 
     def _floor_bytes(self) -> int:

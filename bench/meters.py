@@ -130,3 +130,8 @@ def meter_for(device: str) -> Meter:
 def rounded_up(nbytes: float) -> int:
     """To whole MiB."""
     return -(-int(nbytes) // MIB) * MIB
+
+
+def at_share(share: str, floor_bytes: float, peak_bytes: float) -> int:
+    """The cap at a share, such as "50%", of the range from the smallest peak to the plain one."""
+    return rounded_up(floor_bytes + float(share[:-1]) / 100 * (peak_bytes - floor_bytes))

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
 from bench.evaluator import add_options, plan_file, run_models
-from bench.meters import rounded_up
+from bench.meters import at_share
 from bench.planners import ORDER, ORDER_TRACES
 from bench.record import SUFFIX
 from bench.rows import Results, Row, read
@@ -40,9 +40,9 @@ from bench.verdicts import Verdict
 from bench.workloads import TINY, names_of
 from legroom import traceio
 from legroom.brim import Brim
+from legroom.commands.arguments import hardware_of
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.evaluate import floor_bytes
-from legroom.hardware import PRESETS
 from legroom.jsonio import write_text
 from legroom.plan import to_json
 from legroom.planners import PLANNERS
@@ -159,10 +159,10 @@ def make_plans(
         raise LegroomError(f"{folder}: no folder to write plans to ({cause.strerror})") from None
     for name in names:
         trace = traceio.load(traces / f"{name}{SUFFIX}")
-        hardware = PRESETS["h200" if trace.device == "cuda" else "cpu"]
+        hardware = hardware_of(None, trace)
         floor = floor_bytes(trace)
         for share, planner in itertools.product(shares, planners):
-            cap_bytes = rounded_up(floor + float(share[:-1]) / 100 * (trace.peak_bytes - floor))
+            cap_bytes = at_share(share, floor, trace.peak_bytes)
             path = plan_file(folder, name, f"{planner}@{share}")
             try:
                 path.unlink(missing_ok=True)  # of another day: there may be none this time
