@@ -121,6 +121,11 @@ def resnet152(*, batch: int = 192, pixels: int = 224, device: str = "cuda") -> W
     return Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss, blocks)
 
 
+def resnet152_batch384(*, device: str = "cuda") -> Workload:
+    """The same with so much to compute that a host that is slow for a while is still ahead of the device."""
+    return resnet152(batch=384, device=device)
+
+
 def bert(*, batch: int = 64, length: int = 512, device: str = "cuda") -> Workload:
     """BERT-base at one length; `bert_lengths` is the one that changes."""
     return _bert(batch, [length], device)
@@ -369,6 +374,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt": gpt,
     "gpt_batch4": gpt_batch4,
     "resnet152": resnet152,
+    "resnet152_batch384": resnet152_batch384,
     "bert": bert,
     "bert_lengths": bert_lengths,
     "vit": vit,
