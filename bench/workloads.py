@@ -109,21 +109,19 @@ def tiny(*, device: str = "cuda") -> Workload:
 def resnet152(*, batch: int = 192, pixels: int = 224, device: str = "cuda") -> Workload:
     from torchvision.models import resnet152 as build
 
-    model = build(num_classes=1000).to(device).to(memory_format=torch.channels_last)
-    images = torch.randn(batch, 3, pixels, pixels, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
+    return _residual(build(num_classes=1000), batch=batch, pixels=pixels, device=device)
 
-    def loss(step: int) -> Tensor:
-        with _bfloat16(device):
-            return F.cross_entropy(model(images), labels)
 
+def resnet50(*, batch: int = 768, pixels: int = 224, device: str = "cuda") -> Workload:
+    """With so much to compute in each op that a host that is slow for a while is still ahead of the device."""
+    from torchvision.models import resnet50 as build
+
+    return _residual(build(num_classes=1000), batch=batch, pixels=pixels, device=device)
+
+
+def _residual(model: Any, *, batch: int, pixels: int, device: str) -> Workload:
     blocks = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss, blocks)
-
-
-def resnet152_batch384(*, device: str = "cuda") -> Workload:
-    """The same with so much to compute that a host that is slow for a while is still ahead of the device."""
-    return resnet152(batch=384, device=device)
+    return _images(model, blocks, batch=batch, pixels=pixels, classes=1000, device=device)
 
 
 def bert(*, batch: int = 64, length: int = 512, device: str = "cuda") -> Workload:
@@ -374,7 +372,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt": gpt,
     "gpt_batch4": gpt_batch4,
     "resnet152": resnet152,
-    "resnet152_batch384": resnet152_batch384,
+    "resnet50": resnet50,
     "bert": bert,
     "bert_lengths": bert_lengths,
     "vit": vit,
