@@ -5,6 +5,7 @@ Exactly `simulate()` of `lower()`, and the peak of `check_schedule()`; a propert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +53,7 @@ class Evaluator:
         self._codes = np.zeros(self.gaps, np.int8)
         self._epoch = 0
         self._lowered: tuple[Any, ...] = ()  # where the last lowering went
+        self._again = np.zeros(1, np.int64)  # for loop()
 
     def evaluate(self, codes: Codes) -> tuple[int, int]:
         """(nanoseconds, peak bytes); both NEVER where a recomputation is impossible."""
@@ -81,6 +83,16 @@ class Evaluator:
 
     def run(self, walk: Walk) -> tuple[int, int]:
         return self._work(self._codes, NEVER, (*self._memory, *walk), lowers=False)[:2]
+
+    def loop(self, compiled: Callable[..., Any], budget_bytes: int, *arguments: object) -> Any:
+        """What a compiled loop returns that judges plans one after another; see `planners.loops`."""
+        self._again[0] = self._judged is self._lowered
+        above = max(0, self.trace.head_peak_bytes - budget_bytes)
+        view = (budget_bytes, above, self._possible, self._codes, self._ahead, self._again, self._judged)
+        told = compiled(view, self._epoch + 1, *arguments)
+        self._epoch += told[0]
+        self._lowered = self._judged if self._again[0] else ()
+        return told
 
     def curve(self) -> Ints:
         """The peak of each tick under what was evaluated last. A view: copy it to keep it."""

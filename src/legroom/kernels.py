@@ -102,9 +102,14 @@ def compiled(function: F) -> F:
         return cast(F, numba.njit(**_OPTIONS)(function))
 
 
-def _inner(function: F) -> F:
+def inner(function: F) -> F:
     """For functions that only compiled functions call, and that end up in the caches of these."""
     return cast(F, numba.njit(**_OPTIONS, **_lean(no_cpython_wrapper=True))(function))
+
+
+def inlined(function: F) -> F:
+    """For small functions that call large ones: these would be optimised once more for each function around them."""
+    return cast(F, numba.njit(inline="always", **_OPTIONS)(function))
 
 
 @compiled
@@ -114,14 +119,14 @@ def _advance(compute: int, host: int, after_compute: int, after_host: int, issue
     return compute, compute if issue < 0 else host + issue
 
 
-@_inner
+@inner
 def _pass(compute: int, host: int, tick: int, lanes: Ints) -> tuple[int, int]:
     """The segment before a tick on the lanes."""
     row = tick * LANES
     return _advance(compute, host, lanes[row + AFTER_COMPUTE], lanes[row + AFTER_HOST], lanes[row + ISSUED])
 
 
-@_inner
+@inner
 def _copy_ns(
     nbytes: int, start: int, other_free: int, undisturbed: int, alone: float, together: float, latency: int
 ) -> int:
@@ -135,13 +140,13 @@ def _copy_ns(
     return latency + busy + int((nbytes - int(busy / together)) * alone)
 
 
-@_inner
+@inner
 def _bytes(words: Words, at: int) -> int:
     nbytes: int = words[at] + words[at + 1] * TICKS
     return nbytes
 
 
-@_inner
+@inner
 def _close(
     gap: int, tick: int, stamp: int, failure: Ints, starts: Words, ends: Words, targets: Ints, makers: Words,
     ops: Words, reads: Words, back: Words, away: Words, found: Words, seen: Ints, asked: Words, uses: Ints,
@@ -201,14 +206,14 @@ def _close(
     return count, many
 
 
-@_inner
+@inner
 def _state(gap: int, tick: int, starts: Words, away: Words) -> int:
     """What a replay at this tick does about a gap whose storage it makes; a gap that starts here has lost nothing."""
     state: int = away[gap] & (ALONE | STAYS if starts[gap] < tick else ALONE)
     return state
 
 
-@_inner
+@inner
 def _replay(
     gap: int, tick: int, stamp: int, count: int, many: int, place: int, synchronous: bool, replay_ns: int,
     starts: Words, ends: Words, ops: Words, reads: Words, writes: Words, costs: Ints, back: Words, away: Words,
@@ -277,7 +282,7 @@ def _replay(
     return many
 
 
-@_inner
+@inner
 def _remember(
     row: int, link: int, first: int, many: int, asked: Words, memory: Words, leaves: Ints, replays: Ints
 ) -> None:
@@ -303,14 +308,14 @@ def _remember(
             leaves[leaves[1] * LEAF + i] = replays[row + i]
 
 
-@_inner
+@inner
 def _hold(gap: int, tick: int, back: Words, away: Words) -> None:
     """A replay at this tick reads the storage of a gap from memory."""
     back[gap] = min(back[gap], tick)
     away[gap] &= ALONE | REPLAYED  # one that would stay does not go away in the first place
 
 
-@_inner
+@inner
 def _replays(
     epoch: int, starts: Words, ends: Words, targets: Ints, makers: Words, ops: Words, reads: Words, writes: Words,
     costs: Ints, by_end: Words, synchronous: bool, replay_ns: int, back: Words, away: Words, found: Words, seen: Ints,
@@ -374,7 +379,7 @@ def _replays(
     return used
 
 
-@_inner
+@inner
 def _call_back(
     gap: int, freed: int, codes: Codes, ahead: Ints, back: Words, fetch: Words, following: Words, latest: Words
 ) -> None:
@@ -395,7 +400,7 @@ def _call_back(
         fetch[gap] = back[gap]
 
 
-@_inner
+@inner
 def _releases(
     codes: Codes, ahead: Ints, starts: Words, copies: Ints, firsts: Words, lanes: Ints, events: Ints, rates: Floats,
     replays: Ints, back: Words, away: Words, release: Ints, fetch: Words, copied: Words, reused: Words, queue: Words,
@@ -499,7 +504,7 @@ def _releases(
     waiting[len(times)] = 0
 
 
-@_inner
+@inner
 def _fetches(copies: Ints, release: Ints, fetch: Words, following: Words, times: Ints, latest: Words) -> None:
     """When each copy back starts, reserving the lane in from the end of the step towards its beginning."""
     lane = FAR
@@ -521,7 +526,7 @@ def _fetches(copies: Ints, release: Ints, fetch: Words, following: Words, times:
             gap = following[gap] - 1
 
 
-@_inner
+@inner
 def _emit(
     codes: Codes, starts: Words, ends: Words, copies: Ints, back: Words, away: Words, release: Ints, fetch: Words,
     reused: Words, lists: Ints, offsets: Words, steps: Words, freed: Ints,
@@ -564,7 +569,7 @@ def _emit(
             steps[place] = entry & LOW
 
 
-@_inner
+@inner
 def run_walk(
     limit: int, copies: Ints, lanes: Ints, heights: Ints, rates: Floats, done: Ints, peaks: Ints, offsets: Words,
     steps: Words, freed: Ints, charges: Charges, waits: Words, replays: Ints,

@@ -16,7 +16,7 @@ from legroom.kernels import Codes
 from legroom.planners.auto import Auto
 from legroom.planners.kinds import kinds_of, kinds_of_ops, numbers
 from legroom.planners.local import Search, rounded
-from legroom.planners.varied import vary
+from legroom.planners.varied import Programs, vary
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 
@@ -47,7 +47,8 @@ def varied(trace: Trace, share: float, exchanges: int) -> tuple[int, int, Codes]
     search = Search(evaluator, budget_at(trace, share), 3000)
     search.start_from("the linear program", rounded(bound_of(evaluator.tables, search.budget, most_ticks=50)))
     before_ns = search.best_ns
-    vary(search, exchanges)
+    with Programs(search) as programs:
+        vary(search, programs, exchanges)
     return before_ns, search.best_ns, search.best
 
 
@@ -72,7 +73,8 @@ def test_few_evaluations_are_few_here_too() -> None:
     trace = recorded("unet")
     evaluator = Evaluator(trace, machine("h200").hardware)
     search = Search(evaluator, budget_at(trace, 0.25), 100)
-    vary(search, 300)
+    with Programs(search) as programs:
+        vary(search, programs, 300)
     assert search.count < 300 + 4 * evaluator.gaps + 100
 
 

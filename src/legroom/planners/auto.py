@@ -13,6 +13,7 @@ and three gaps at once are tried at last.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from legroom.planners.optimal import Search as Neighbours
 from legroom.planners.sublinear import Sublinear
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.tensile import Tensile
-from legroom.planners.varied import vary
+from legroom.planners.varied import Programs, vary
 from legroom.planners.vdnn import Vdnn
 from legroom.schedule import codes_of
 
@@ -100,22 +101,23 @@ class Auto:
         if self.start is not None:
             check_fits(trace, self.start)
             search.start_from("the plan for more", _codes(self.start))
-        varied = False
-        if self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE):
-            varied = evaluator.gaps <= _MOST_VARIED
-            for most, share in _TIGHTER if relaxed is not None and not varied else ():
-                if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
-                    _start_tighter(search, share, most_ticks=_COARSE_TICKS)
-        if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
-            search.greedy()
+        open_ended = self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE)
+        varied = open_ended and evaluator.gaps <= _MOST_VARIED
+        for most, share in _TIGHTER if open_ended and relaxed is not None and not varied else ():
+            if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
+                _start_tighter(search, share, most_ticks=_COARSE_TICKS)
         plans: list[Plan] = []
-        if search.best_ns > lowest_ns * (1 + _AS_GOOD) and self.thorough:
-            plans = list(_asked(trace, hardware, budget_bytes))
-            for plan in plans:
-                search.consider(plan.planner, _codes(plan))
-        if varied:
-            vary(search, int(_VARIED * self.evaluations))
-            search.most = search.count + self.evaluations // 4
+        with contextlib.ExitStack() as meanwhile:
+            programs = meanwhile.enter_context(Programs(search)) if varied else None
+            if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
+                search.greedy()
+            if search.best_ns > lowest_ns * (1 + _AS_GOOD) and self.thorough:
+                plans = list(_asked(trace, hardware, budget_bytes))
+                for plan in plans:
+                    search.consider(plan.planner, _codes(plan))
+            if programs is not None:
+                vary(search, programs, int(_VARIED * self.evaluations))
+                search.most = search.count + self.evaluations // 4
         search.finish()
         if relaxed is not None and search.best_ns > lowest_ns * (1 + _FAR):
             search.most += self.evaluations

@@ -296,6 +296,8 @@ def _in_parallel(
     pool: ThreadPoolExecutor,
 ) -> int:
     """The sum of what the function returns for each particle."""
+    if len(evaluators) == 1:  # to hand particles to a thread would take longer than many of them take
+        return sum(function(particle, evaluators[0]) for particle in swarm)
     idle: SimpleQueue[Evaluator] = SimpleQueue()
     for evaluator in evaluators:
         idle.put(evaluator)

@@ -16,15 +16,15 @@ as the best has them.
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from legroom.bound import Bound
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.kernels import Codes
+from legroom.planners import loops
 from legroom.tables import (
     G_BYTES,
     G_END,
@@ -39,6 +39,7 @@ from legroom.tables import (
     O_NS,
     V_WRITER,
     Floats,
+    Ints,
 )
 
 ACTIONS = (OVERLAP, SHARED)
@@ -66,9 +67,30 @@ CHANGES = 125  # of a gap, in each annealing
 _COLDEST = 2e-4
 _PENALTY_GROWS = 1.002  # with each change while the plan is above the budget; else it falls
 
-# (price, rank among equals: minus the bytes by which memory falls over the ticks above the budget, gap, action)
-Entry = tuple[float, float, int, int]
 _Cost = tuple[int, int, int]  # as Evaluator.judge() says
+
+
+class Prices(NamedTuple):
+    """Of single changes: the price, the rank among equals (minus the bytes by which memory falls over the ticks above
+    the budget), and where the change is: gap * CODES + action."""
+
+    prices: Floats
+    ranks: Floats
+    places: Ints
+
+    @property
+    def gaps(self) -> Ints:
+        return self.places // CODES
+
+    @property
+    def actions(self) -> Ints:
+        return self.places % CODES
+
+    def some(self, which: Any) -> Prices:
+        return Prices(self.prices[which], self.ranks[which], self.places[which])
+
+
+_NO_PRICES = Prices(np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
 
 
 class Search:
@@ -81,9 +103,8 @@ class Search:
         self.budget = budget_bytes
         self.count = 0
         self.most = evaluations
-        # By gap and action, the price and the rank when last asked for; not a number where nobody has asked.
-        self._known_prices = np.full((evaluator.gaps, CODES), np.nan)
-        self._known_ranks = np.zeros((evaluator.gaps, CODES))
+        # By place, the price and the rank when last asked for; not a number where nobody has asked.
+        self._known = np.full((evaluator.gaps * CODES, 2), np.nan)
         self.found: list[tuple[int, Codes]] = []  # nanoseconds of a plan within the budget
         self.best = np.full(evaluator.gaps, SYNC, np.int8) if start is None else start
         self.best_ns, _, excess = self._judge(self.best)
@@ -93,13 +114,15 @@ class Search:
     def greedy(self) -> None:
         """Start from keeping everything: with all actions, with some; and unshared, where memory is short for that."""
         kept = np.full(self.evaluator.gaps, KEEP, np.int8)
-        prices = self.prices(kept, ACTIONS, range(len(kept)))
+        prices = self.prices(kept, ACTIONS, np.arange(len(kept)))
         # While all else is kept there is nothing to share.
-        prices += [(price, rank, gap, RECOMPUTE) for price, rank, gap, action in prices if action == SHARED]
+        alone = prices.some(prices.actions == SHARED)
+        alone = alone._replace(places=alone.places - SHARED + RECOMPUTE)
+        prices = Prices(*(np.concatenate(both) for both in zip(prices, alone, strict=True)))
         for name, actions in _STARTS.items():
             if name == "nothing shared" and not (self.best == SYNC).any():
                 break  # what is shared takes memory, but there is enough
-            start = [entry for entry in prices if entry[3] in actions]
+            start = prices.some(np.isin(prices.actions, actions))
             reached = self._reach(kept.copy(), start, actions, until=self._share(), give_up_ns=self.best_ns)
             self.consider(name, self._force(reached))
 
@@ -108,10 +131,10 @@ class Search:
         codes = codes.copy()
         if self._judge(codes)[0] == NEVER:
             codes[(codes == SHARED) | (codes == RECOMPUTE)] = KEEP
-        reached = self._reach(codes, [], ACTIONS, until=self._share(), give_up_ns=NEVER)
+        reached = self._reach(codes, _NO_PRICES, ACTIONS, until=self._share(), give_up_ns=NEVER)
         self.consider(name, self._improve(self._force(reached), until=self._share()))
 
-    def start_greedy(self, name: str, prices: list[Entry], *, until: int, give_up_ns: int) -> None:
+    def start_greedy(self, name: str, prices: Prices, *, until: int, give_up_ns: int) -> None:
         """Start from keeping everything with other prices than those that are true."""
         kept = np.full(self.evaluator.gaps, KEEP, np.int8)
         reached = self._reach(kept, prices, ACTIONS, until=until, give_up_ns=give_up_ns)
@@ -133,30 +156,17 @@ class Search:
         rng = np.random.default_rng(0)
         plain_ns, _, missing = self._judge(np.full(self.evaluator.gaps, KEEP, np.int8))
         for hot, pairs in _ANNEALINGS:
-            start, codes = self.best, self.best.copy()
-            now_ns, now_excess = self.best_ns, 0
-            found: tuple[int, Codes] | None = None  # the best other than the start
-            penalty = 3.0 * (now_ns - 0.98 * plain_ns) / max(1, missing)
-            temperature, cooling = plain_ns * hot, (_COLDEST / hot) ** (1.0 / max(1, changes))
-            gaps = rng.integers(len(codes), size=(changes, 2)).tolist()
-            chosen = rng.choice(actions, size=(changes, 2)).tolist()
-            many, luck = (1 + (rng.random(changes) < pairs)).tolist(), rng.random(changes).tolist()
-            for i in range(changes):
-                temperature *= cooling
-                before = [codes[gap] for gap in gaps[i]]
-                for gap, action in zip(gaps[i][: many[i]], chosen[i], strict=False):
-                    codes[gap] = action
-                ns, _, excess = self._judge(codes)
-                worse = ns - now_ns + penalty * (excess - now_excess)
-                if ns < NEVER and (worse <= 0 or luck[i] < math.exp(-worse / temperature)):
-                    now_ns, now_excess = ns, excess
-                    if excess == 0 and (found is None or ns < found[0]) and (codes != start).any():
-                        found = ns, codes.copy()
-                else:
-                    codes[gaps[i]] = before
-                penalty *= _PENALTY_GROWS if now_excess else 1.0 / _PENALTY_GROWS
-            if found is not None:
-                self.consider("annealing", found[1])
+            start, codes, found = self.best, self.best.copy(), self.best.copy()
+            penalty = 3.0 * (self.best_ns - 0.98 * plain_ns) / max(1, missing)
+            gaps = rng.integers(len(codes), size=(changes, 2))
+            chosen = rng.choice(np.array(actions), size=(changes, 2))
+            many, luck = 1 + (rng.random(changes) < pairs), rng.random(changes)
+            found_ns = self._loop(
+                loops.anneal, codes, self.best_ns, gaps, chosen, many, luck, plain_ns * hot,
+                (_COLDEST / hot) ** (1.0 / max(1, changes)), penalty, _PENALTY_GROWS, start, found,
+            )[0]  # fmt: skip
+            if found_ns < NEVER:
+                self.consider("annealing", found)
 
     def consider(self, name: str, codes: Codes) -> None:
         """Take a plan if it is the best so far. If it is only within the budget, to be mixed with the best."""
@@ -186,22 +196,34 @@ class Search:
         codes[gap] = before
         return cost
 
-    def prices(self, codes: Codes, actions: tuple[int, ...], gaps: Iterable[int]) -> list[Entry]:
-        """What each single change costs, where it helps."""
-        now = self._judge_as_start(codes)
-        entries = []
-        for gap in gaps:
-            for action in actions:
-                if codes[gap] != action and self.count < self.most:
-                    entry = self._entry(now, self._changed(codes, gap, action), gap, action)
-                    entries += [] if entry is None else [entry]
-        return self._rank_free(entries, now[2])
+    def _loop(self, compiled: Callable[..., Any], *arguments: object) -> Any:
+        """What a loop returns beside how many plans it judged."""
+        judged, *told = self.evaluator.loop(compiled, self.budget, *arguments)
+        self.count += judged
+        return told
 
-    def _promising(self, codes: Codes, many: int) -> list[int]:
+    def _try(self, codes: Codes, places: Ints, now_ns: int, how: int, most: int = 0) -> tuple[Ints, int, int]:
+        """(the costs of single changes, nanoseconds, changes made); see loops.try_changes()."""
+        costs = np.full((len(places), 2), NEVER)
+        now_ns, taken = self._loop(loops.try_changes, codes, places, CODES, now_ns, most, how, costs)
+        return costs, now_ns, taken
+
+    def prices(self, codes: Codes, actions: tuple[int, ...], gaps: Ints) -> Prices:
+        """What each single change costs, where it helps."""
+        now_ns, _, excess = self._judge_as_start(codes)
+        places = (gaps[:, None] * CODES + np.array(actions)).ravel()
+        places = places[codes[places // CODES] != places % CODES][: max(0, self.most - self.count)]
+        costs = self._try(codes, places, 0, loops.ALL)[0]
+        falls = excess - costs[:, 1]
+        helps = (costs[:, 0] != NEVER) & (falls > 0)
+        costs, falls = costs[helps], falls[helps]
+        return self._rank_free(Prices((costs[:, 0] - now_ns) / falls, -falls.astype(float), places[helps]), excess)
+
+    def _promising(self, codes: Codes, many: int) -> Ints:
         """The gaps to be priced: so many at most, those that save most above the budget for the time of their op."""
         tables = self.evaluator.tables
         if len(codes) <= many:
-            return list(range(len(codes)))
+            return np.arange(len(codes))
         self._judge(codes)
         above = np.concatenate([[0], np.cumsum(self.evaluator.curve() > self.budget)])
         falls = (above[tables.gaps[:, G_END] + 1] - above[tables.gaps[:, G_START]]) * tables.gaps[:, G_BYTES]
@@ -209,78 +231,43 @@ class Search:
         hosted = tables.host[[H_DROP, H_REPLAY, H_REPLAY_OP]].sum()
         prices = (tables.ops[writers, O_NS] + hosted) / np.maximum(falls, 1)
         order = np.argsort(np.where(falls > 0, prices, np.inf), kind="stable")
-        return [int(gap) for gap in order[: min(many, int((falls > 0).sum()))]]
+        return order[: min(many, int((falls > 0).sum()))]
 
-    def _rank_free(self, entries: list[Entry], missing_bytes: int) -> list[Entry]:
+    def _rank_free(self, entries: Prices, missing_bytes: int) -> Prices:
         """Of changes that cost nothing, put first those that save most per nanosecond of copying.
 
         Swaps are free only while the lanes have room. What a swap saves is what its gap would cost otherwise, but no
         more than its bytes would cost elsewhere: at the price of the last gap needed if gaps were paid for, cheapest
         first.
         """
-        paid: dict[int, Entry] = {}
-        for entry in sorted(entries):
-            if entry[0] > 0.0:
-                paid.setdefault(entry[2], entry)
-        marginal = 0.0
-        for price, fall, _, _ in paid.values():
-            if missing_bytes <= 0:
-                break
-            missing_bytes += int(fall)
-            marginal = price
-        out = []
-        for price, fall, gap, action in entries:
-            rank = fall
-            if price <= 0.0:
-                otherwise = paid[gap][0] if gap in paid else marginal
-                copying = int(self.evaluator.tables.gaps[gap, G_OUT] + self.evaluator.tables.gaps[gap, G_IN])
-                rank = fall * min(otherwise, marginal) / (copying + 1)
-            out.append((price, rank, gap, action))
-            self._note(out[-1])
+        paid = entries.some(np.lexsort((entries.places, entries.ranks, entries.prices)))
+        paid = paid.some(paid.prices > 0.0)
+        paid = paid.some(np.sort(np.unique(paid.gaps, return_index=True)[1]))  # the cheapest of each gap
+        needed = np.searchsorted(np.cumsum(-paid.ranks), missing_bytes) if missing_bytes > 0 else -1
+        marginal = paid.prices[min(needed, len(paid.prices) - 1)] if needed >= 0 and len(paid.prices) else 0.0
+        otherwise = np.full(self.evaluator.gaps, marginal)
+        otherwise[paid.gaps] = paid.prices
+        copying = self.evaluator.tables.gaps[entries.gaps, G_OUT] + self.evaluator.tables.gaps[entries.gaps, G_IN]
+        saves = entries.ranks * np.minimum(otherwise[entries.gaps], marginal) / (copying + 1)
+        out = entries._replace(ranks=np.where(entries.prices <= 0.0, saves, entries.ranks))
+        self._known[out.places, 0], self._known[out.places, 1] = out.prices, out.ranks
         return out
 
-    def _note(self, entry: Entry) -> None:
-        price, rank, gap, action = entry
-        self._known_prices[gap, action] = price
-        self._known_ranks[gap, action] = rank
-
-    def _entry(self, now: _Cost, then: _Cost, gap: int, action: int) -> Entry | None:
-        fall = now[2] - then[2]
-        if then[0] == NEVER or fall <= 0:
-            return None
-        return (then[0] - now[0]) / fall, -float(fall), gap, action
-
-    def _reach(
-        self, codes: Codes, heap: list[Entry], actions: tuple[int, ...], *, until: int, give_up_ns: int
-    ) -> Codes:
+    def _reach(self, codes: Codes, heap: Prices, actions: tuple[int, ...], *, until: int, give_up_ns: int) -> Codes:
         """Change gaps, cheapest first, until the budget is met or the search has cost too much."""
-        heapq.heapify(heap)
-        now = self._judge_as_start(codes)
+        now_ns, _, excess = self._judge_as_start(codes)
         fresh = False
-        while now[2] > 0 and self.count < until and now[0] < give_up_ns:
-            if not heap:
-                if fresh:
-                    break
-                # What was useless before may be useful now.
-                every = (*actions, *_LAST_RESORTS)
-                many = max(_LEAST_PRICED, (until - self.count) // (3 * len(every)))  # the rest is left to act on prices
-                heap, fresh = self.prices(codes, every, self._promising(codes, many)), True
-                heapq.heapify(heap)
-                continue
-            _, _, gap, action = heapq.heappop(heap)
-            if codes[gap] != KEEP and (action != SYNC or codes[gap] == SYNC) and not fresh:
-                continue  # something was done about this gap; only waiting for it frees more
-            then = self._changed(codes, gap, action)
-            entry = self._entry(now, then, gap, action)
-            if entry is None:
-                continue
-            self._note(entry)
-            if heap and entry[0] > 0.0 and entry[0] > 1.02 * heap[0][0]:
-                heapq.heappush(heap, entry)
-                continue
-            codes[gap] = action
-            now, fresh = then, False
-        return codes
+        while True:
+            now_ns, excess, fresh = self._loop(
+                loops.reach, codes, heap.prices, heap.ranks, heap.places, np.empty_like(heap.places), CODES, now_ns,
+                excess, until - self.count, give_up_ns, fresh, SYNC, self._known,
+            )  # fmt: skip
+            if excess <= 0 or self.count >= until or now_ns >= give_up_ns or fresh:
+                return codes
+            # What was useless before may be useful now.
+            every = (*actions, *_LAST_RESORTS)
+            many = max(_LEAST_PRICED, (until - self.count) // (3 * len(every)))  # the rest is left to act on prices
+            heap, fresh = self.prices(codes, every, self._promising(codes, many)), True
 
     def _force(self, codes: Codes) -> Codes:
         """Meet the budget whatever it costs: wait for swaps wherever memory is above it, at last everywhere."""
@@ -324,15 +311,10 @@ class Search:
         if best_ns < self.best_ns:
             self.best, self.best_ns = best, best_ns
 
-    def _prices_off(self, now: Codes, trial: Codes, factors: Floats) -> list[Entry]:
+    def _prices_off(self, now: Codes, trial: Codes, factors: Floats) -> Prices:
         """Known prices of what a trial keeps, each multiplied by a factor; of what the plan before did there, all."""
-        undone = np.flatnonzero((trial == KEEP) & (now != KEEP))
-        unknown = undone[np.isnan(self._known_prices[undone, now[undone]])]
-        self._known_prices[unknown, now[unknown]] = self._known_ranks[unknown, now[unknown]] = 0.0
-        gaps, actions = np.nonzero(~np.isnan(self._known_prices) & (trial == KEEP)[:, None])
-        factors = factors[gaps, actions]
-        prices, ranks = self._known_prices[gaps, actions] * factors, self._known_ranks[gaps, actions] * factors
-        return list(zip(prices.tolist(), ranks.tolist(), gaps.tolist(), actions.tolist(), strict=True))
+        room = Prices(np.empty(len(self._known)), np.empty(len(self._known)), np.empty(len(self._known), np.int64))
+        return room.some(slice(loops.prices_off(now, trial, factors, self._known, *room)))
 
     def _ranked(self) -> list[tuple[int, Codes]]:
         """Different plans that were found, the fastest first."""
@@ -342,7 +324,7 @@ class Search:
     @staticmethod
     def _mixed(codes: Codes, other: Codes, rng: np.random.Generator) -> Codes | None:
         """A plan with some gaps as another has them, neighbours or any; None where they are the same plan."""
-        differ = np.flatnonzero(other != codes)
+        differ = (other != codes).nonzero()[0]
         if not len(differ):
             return None
         some = int(rng.integers(1, len(differ) + 1))
@@ -353,62 +335,40 @@ class Search:
 
     def _keep_again(self, codes: Codes, ns: int, rng: np.random.Generator) -> int:
         """Two plans together do more than is needed: keep what can be kept. Returns the nanoseconds of the plan."""
-        for gap in rng.permutation(np.flatnonzero(codes != KEEP))[:_KEPT_AGAIN].tolist():
-            then_ns, _, excess = self._changed(codes, gap, KEEP)
-            if excess == 0 and then_ns <= ns:
-                codes[gap], ns = KEEP, then_ns
-        return ns
+        gaps = rng.permutation(codes.nonzero()[0])[:_KEPT_AGAIN]
+        return self._try(codes, gaps * CODES + KEEP, ns, loops.TAKE)[1]
 
     def _undone(self, codes: Codes, rng: np.random.Generator) -> Codes:
         """With some gaps kept again: neighbours, such as a layer has; or alike, as in all layers; or any."""
-        changed = np.flatnonzero(codes != KEEP)
+        changed = codes.nonzero()[0]
         some = int(rng.integers(2, _MOST_UNDONE + 1))
         how = rng.integers(3)
         if how == 0:
             first = int(rng.integers(len(changed)))
             undone = changed[first : first + some]
         else:
-            one = rng.choice(changed)
+            one = changed[rng.integers(len(changed))]
             sizes = self.evaluator.tables.gaps[:, G_BYTES]
             alike = (codes == codes[one]) & (sizes == sizes[one])
-            undone = rng.permutation(np.flatnonzero(alike) if how == 1 else changed)[:some]
+            undone = rng.permutation(alike.nonzero()[0] if how == 1 else changed)[:some]
         out = codes.copy()
         out[undone] = KEEP
         return out
 
     def _improve(self, codes: Codes, *, until: int) -> Codes:
         """Change single gaps for the better, the highest win first, until nothing helps."""
-        now = self._judge(codes)
-        changed = True
+        now_ns = self._judge(codes)[0]
+        actions = np.array((KEEP, *ACTIONS, *_LAST_RESORTS))
+        changed = 1
         while changed and self.count < until:
-            changed = False
-            for _, action, gap in sorted(self._wins(codes, now, until)):
-                then = self._changed(codes, gap, action)
-                if self._is_better(then, now, action):
-                    codes[gap] = action
-                    now, changed = then, True
+            places = (codes.nonzero()[0][:, None] * CODES + actions).ravel()
+            places = places[codes[places // CODES] != places % CODES]
+            ns, excess = self._try(codes, places, now_ns, loops.WIN, until - self.count)[0].T
+            gaps, chosen = places // CODES, places % CODES
+            order = np.lexsort((gaps, chosen, ns))
+            wins = order[((excess == 0) & ((ns < now_ns) | ((ns == now_ns) & (chosen == KEEP))))[order]]
+            _, now_ns, changed = self._try(codes, places[wins], now_ns, loops.TAKE)
         return codes
-
-    def _wins(self, codes: Codes, now: _Cost, until: int) -> list[tuple[int, int, int]]:
-        """(minus nanoseconds won, action, gap) of every single change that is for the better."""
-        wins = []
-        for gap in np.flatnonzero(codes != KEEP).tolist():
-            if self.count >= until:
-                break
-            for action in (KEEP, *ACTIONS, *_LAST_RESORTS):
-                if action == codes[gap]:
-                    continue
-                then = self._changed(codes, gap, action)
-                if self._is_better(then, now, action):
-                    wins.append((then[0] - now[0], action, gap))
-                if action == KEEP and then[0] >= now[0]:
-                    break  # not even keeping it would win time: nothing else will
-        return wins
-
-    @staticmethod
-    def _is_better(then: _Cost, now: _Cost, action: int) -> bool:
-        """Within the budget and faster, or as fast with less to do."""
-        return then[2] == 0 and (then[0] < now[0] or (then[0] == now[0] and action == KEEP))
 
 
 def rounded(relaxed: Bound) -> Codes:

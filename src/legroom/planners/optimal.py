@@ -34,9 +34,9 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels import Codes
 from legroom.plan import Plan
-from legroom.planners import local
+from legroom.planners import local, loops
 from legroom.planners.local import CHANGES, MOST_ANNEALED
-from legroom.tables import Floats, Tables
+from legroom.tables import Floats, Ints, Tables
 from legroom.units import format_bytes
 
 _LISTED = 100_000  # combinations of gaps that are all looked at; of more, some are drawn
@@ -399,28 +399,26 @@ class Search:
     def improved(self, codes: Codes, until: int) -> Codes:
         """Change one gap, or two or three at once, as long as it makes the step faster."""
         codes = codes.copy()
-        now = self._judge(codes)[0]
+        now_ns = self._judge(codes)[0]
         rng = np.random.default_rng(0)
+        actions = np.array(self.actions)
         changed = True
         while changed and self.count < until:
             changed = False
-            for change in itertools.chain.from_iterable(self._several(codes, many, rng) for many in (1, 2, 3)):
+            for together in itertools.chain.from_iterable(_together(len(codes), many, rng) for many in (1, 2, 3)):
                 if self.count >= until:
                     break
-                ns, _, excess = self._changed(codes, *change)
-                if excess == 0 and ns < now:
-                    now, changed = ns, True
-                    for gap, action in change:
-                        codes[gap] = action
+                judged, now_ns, taken = self.evaluator.loop(
+                    loops.take_faster, self.budget, codes, together, actions, now_ns, until - self.count
+                )
+                self.count += judged
+                changed = changed or taken > 0
         return codes
 
     def _several(self, codes: Codes, many: int, rng: np.random.Generator) -> Iterator[tuple[tuple[int, int], ...]]:
         """So many gaps at once, those that do less about one and more about another too; in random order."""
-        total = math.comb(len(codes), many)
-        chosen = list(itertools.combinations(range(len(codes)), many)) if total <= _LISTED else []
-        for index in rng.permutation(total).tolist() if chosen else range(total):
-            gaps = chosen[index] if chosen else sorted(rng.choice(len(codes), many, replace=False).tolist())
-            if many > 1 and (codes[list(gaps)] == KEEP).all():
+        for gaps in itertools.chain.from_iterable(together.tolist() for together in _together(len(codes), many, rng)):
+            if many > 1 and (codes[gaps] == KEEP).all():
                 continue
             for change in itertools.product(self.actions, repeat=many):
                 if all(codes[gap] != action for gap, action in zip(gaps, change, strict=True)):
@@ -438,3 +436,14 @@ class Search:
         for gap, action in before:
             codes[gap] = action
         return cost
+
+
+def _together(gaps: int, many: int, rng: np.random.Generator) -> Iterator[Ints]:
+    """So many different gaps at once, in rows: all there are in random order, or, where these are too many, any."""
+    total = math.comb(gaps, many)
+    if 0 < total <= _LISTED:
+        chosen = np.array(list(itertools.combinations(range(gaps), many)))
+        yield chosen[rng.permutation(total)]
+    else:
+        for _ in range(total):
+            yield np.sort(rng.choice(gaps, many, replace=False))[None]

@@ -9,13 +9,17 @@ that leads elsewhere, and what comes of it is improved, and mixed by exchanges t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import numpy as np
 
 from legroom.bound import bound_of
 from legroom.evaluate import KEEP, SYNC
+from legroom.kernels import Codes
 from legroom.planners.kinds import kinds_of, kinds_of_ops, numbers
-from legroom.planners.local import ACTIONS, CODES, Entry, Search, rounded
-from legroom.tables import G_IN, G_OUT, O_NS, Floats, Ints
+from legroom.planners.local import ACTIONS, CODES, Prices, Search, rounded
+from legroom.tables import G_IN, G_OUT, O_NS, Floats, Ints, Tables
 
 # (by how much the logarithm of a price is off; of what the budget has above the floor, the share to solve for)
 _PROGRAMS = ((0.05, 1.0), (0.05, 0.98), (0.1, 0.99), (0.05, 1.0), (0.05, 0.98))
@@ -30,56 +34,64 @@ _SEED = 2
 _FROM = "varied prices"
 
 
-def vary(search: Search, evaluations: int) -> None:
+class Programs:
+    """Linear programs with prices that are off, solved in a thread of their own while the search goes on elsewhere."""
+
+    def __init__(self, search: Search) -> None:
+        evaluator, self.rng = search.evaluator, np.random.default_rng(_SEED)
+        trace, tables = evaluator.trace, evaluator.tables
+        self.kinds = numbers(kinds_of(trace), len(tables.gaps))
+        kinds_of_op = numbers(kinds_of_ops(trace), len(tables.ops))
+        floor = evaluator.evaluate(np.full(len(tables.gaps), SYNC, np.int8))[1]
+        self._pool = ThreadPoolExecutor(1)
+        self._starts: list[Future[Codes]] = []
+        for off, share in _PROGRAMS:
+            ops, gaps = tables.ops.copy(), tables.gaps.copy()
+            ops[:, O_NS] = ops[:, O_NS] * self.factors(kinds_of_op, off)
+            copying = self.factors(self.kinds, off)
+            for column in (G_OUT, G_IN):
+                gaps[:, column] = gaps[:, column] * copying
+            budget = floor + int(share * (search.budget - floor))
+            self._starts.append(self._pool.submit(_start, tables._replace(ops=ops, gaps=gaps), budget))
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def starts(self) -> Iterator[Codes]:
+        return (start.result() for start in self._starts)
+
+    def factors(self, kinds: Ints, off: float) -> Floats:
+        return np.exp(self.rng.normal(0.0, off, int(kinds.max(initial=0)) + 1))[kinds]
+
+
+def _start(tables: Tables, budget_bytes: int) -> Codes:
+    return rounded(bound_of(tables, budget_bytes, most_ticks=_TICKS))
+
+
+def vary(search: Search, programs: Programs, evaluations: int) -> None:
     """Search from other starts, and mix what they lead to in several chains: every other from the best plan, the rest
     from the best, the second best, the third and so on. All of it takes about so many evaluations."""
-    of_a_start = int(_OF_A_START * evaluations)
+    of_a_start = int(_OF_A_START * evaluations)  # to be within the budget, and as many to improve
     exchanges = evaluations - 2 * of_a_start * (len(_PROGRAMS) + len(_GREEDY))
-    varied = _Varied(search, of_a_start)
-    for off, share in _PROGRAMS:
-        varied.start_from_program(off, share)
+    kept = np.full(search.evaluator.gaps, KEEP, np.int8)
+    search.most = search.count + 2 * len(ACTIONS) * len(kept)
+    prices = search.prices(kept, ACTIONS, np.arange(len(kept)))
+    for start in programs.starts():
+        search.most = search.count + 3 * of_a_start  # of which a third is to be within the budget
+        search.start_from(_FROM, start)
     for off in _GREEDY:
-        varied.start_greedy(off)
+        factors = np.stack([programs.factors(programs.kinds, off) for _ in range(CODES)], axis=1)
+        factors = factors[prices.gaps, prices.actions]
+        search.most = search.count + 2 * of_a_start
+        search.start_greedy(
+            _FROM,
+            Prices(prices.prices * factors, prices.ranks * factors, prices.places),
+            until=search.count + of_a_start,
+            give_up_ns=int(_SLOW * search.best_ns),
+        )
     for chain in range(_CHAINS):
         search.most = search.count + exchanges // _CHAINS
-        search.exchange(varied.rng, start=0 if chain % 2 else chain // 2, hot=_HOT)
-
-
-class _Varied:
-    def __init__(self, search: Search, of_a_start: int) -> None:
-        """of_a_start: evaluations to be within the budget, and as many to improve."""
-        self._search = search
-        self._of_a_start = of_a_start
-        self.rng = np.random.default_rng(_SEED)
-        trace, tables = search.evaluator.trace, search.evaluator.tables
-        self._kinds = numbers(kinds_of(trace), len(tables.gaps))
-        self._kinds_of_ops = numbers(kinds_of_ops(trace), len(tables.ops))
-        kept = np.full(len(tables.gaps), KEEP, np.int8)
-        search.most = search.count + 2 * len(ACTIONS) * len(kept)
-        self._prices: list[Entry] = search.prices(kept, ACTIONS, range(len(kept)))
-        self._floor = search.evaluator.evaluate(np.full(len(tables.gaps), SYNC, np.int8))[1]
-
-    def start_from_program(self, off: float, share: float) -> None:
-        search, tables = self._search, self._search.evaluator.tables
-        ops, gaps = tables.ops.copy(), tables.gaps.copy()
-        ops[:, O_NS] = ops[:, O_NS] * self._factors(self._kinds_of_ops, off)
-        copying = self._factors(self._kinds, off)
-        for column in (G_OUT, G_IN):
-            gaps[:, column] = gaps[:, column] * copying
-        budget = self._floor + int(share * (search.budget - self._floor))
-        relaxed = bound_of(tables._replace(ops=ops, gaps=gaps), budget, most_ticks=_TICKS)
-        search.most = search.count + 3 * self._of_a_start  # of which a third is to be within the budget
-        search.start_from(_FROM, rounded(relaxed))
-
-    def start_greedy(self, off: float) -> None:
-        search = self._search
-        factors = np.stack([self._factors(self._kinds, off) for _ in range(CODES)], axis=1)
-        heap = []
-        for price, rank, gap, action in self._prices:
-            factor = float(factors[gap, action])
-            heap.append((price * factor, rank * factor, gap, action))
-        search.most = search.count + 2 * self._of_a_start
-        search.start_greedy(_FROM, heap, until=search.count + self._of_a_start, give_up_ns=int(_SLOW * search.best_ns))
-
-    def _factors(self, kinds: Ints, off: float) -> Floats:
-        return np.exp(self.rng.normal(0.0, off, int(kinds.max(initial=0)) + 1))[kinds]
+        search.exchange(programs.rng, start=0 if chain % 2 else chain // 2, hot=_HOT)
