@@ -295,6 +295,8 @@ def _notes(row: Row) -> str:
     said = [f"{name} ({count}×)" for name, count in fallbacks.items()] if isinstance(fallbacks, dict) else []
     if row.retries:
         said.insert(0, f"{row.retries} retries")
+    if row.host_ms:
+        said.insert(0, f"host {row.host_ms:.1f} ms")
     if row.detail:
         said.insert(0, row.detail)
     if row.report and not row.reported("planned_steps"):

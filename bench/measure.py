@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.meters import MIB, Meter, at_share, meter_for, rounded_up
+from bench.meters import MIB, Meter, at_share, host_ms, meter_for, rounded_up
 from bench.peers import PEERS, Step, Unavailable
 from bench.rows import Row
 from bench.workloads import WORKLOADS, Workload, train_step
@@ -74,6 +74,7 @@ class _Timing:
     steps: int
     apart: float  # of the median: how much longer the slowest quarter took at least than the fastest at most
     rounds: int = 1
+    host_ms: float = 0.0
 
 
 def measure(job: Job, emit: Callable[[Row], None]) -> None:
@@ -265,13 +266,15 @@ class _Bench:
         if not self.workload.varies:
             count = min(count, max(FEWEST_STEPS, int(job.seconds / pace_seconds)))
         meter.reset()
+        before_ms = host_ms()
         began = time.perf_counter()
         timings = [self._round(step, count)]
         while min(timing.apart for timing in timings) > STEADY and len(timings) < job.rounds:
             if time.perf_counter() - began > job.seconds:
                 break
             timings.append(self._round(step, count))
-        return replace(min(timings, key=lambda timing: timing.apart), rounds=len(timings))
+        slowest_ms = max(before_ms, host_ms())
+        return replace(min(timings, key=lambda timing: timing.apart), rounds=len(timings), host_ms=slowest_ms)
 
     def _round(self, step: Step | Callable[[int], Any], count: int) -> _Timing:
         meter = self.meter
@@ -295,6 +298,7 @@ class _Bench:
             mean_ms=timing.mean_ms,
             median_ms=timing.median_ms,
             steps=timing.steps,
+            host_ms=timing.host_ms,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             retries=self.meter.retries(),

@@ -18,6 +18,19 @@ import torch
 MIB = 2**20
 
 
+def host_ms() -> float:
+    """What a fixed piece of Python takes now, the slowest of three: on some machines twice as long as a minute ago, and
+    the steps that wait for the host with it."""
+    slowest = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        found: dict[int, int] = {}
+        for i in range(50_000):
+            found[i & 255] = found.get(i & 127, 0) + i
+        slowest = max(slowest, time.perf_counter() - start)
+    return slowest * 1e3
+
+
 class Meter(Protocol):
     def cap(self, nbytes: int | None) -> None: ...
     def synchronize(self) -> None: ...

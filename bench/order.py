@@ -51,16 +51,18 @@ NOISE = 0.01  # of a step's time: two runs of one plan differ by so much
 GIB = 2**30
 _HEAD = (
     "model", "budget", "GiB", "planner", "ms", "overhead", "steps/s", "predicted ms", "reserved GiB", "swapped",
-    "recomputed", "waited ms", "notes",
+    "recomputed", "waited ms", "host ms", "notes",
 )  # fmt: skip
-_WORDS = (0, 3, 12)
+_WORDS = (0, 3, 13)
 _PREFACE = (
     "Written by `python bench/order.py`. Steps under plans of four planners, each for the GPU it ran on, at the "
     "same hard caps on reserved memory: shares of the range from the smallest peak to the plain peak. With `--plans` "
     "they were made from the recorded traces, as in `planners.md` but for as much of the cap as a plan may fill whose "
     "memory nobody arranges; `predicted` includes the pace of the first steps. The median of single steps by events on "
-    "the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the "
-    "simulator says of waiting for copies."
+    "the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the simulator says of waiting for "
+    "copies, `host` what a fixed piece of Python took around the timing at worst: steps of many small ops wait for the "
+    "host, and it is not always as fast. ResNet-50 is not among the recorded traces: "
+    "`bench/record.py --only resnet50 traces` makes its trace, which `--make-plans` takes with `--traces traces`."
 )
 
 
@@ -119,6 +121,7 @@ def _cells(row: Row, plain: Row | None, *, runs: int) -> tuple[str, ...]:
         f"{row.reported('bytes_swapped') / GIB:.2f}" if planned else "",
         f"{row.reported('bytes_recomputed') / GIB:.2f}" if planned else "",
         f"{waited * 1e3:.1f}" if planned else "",
+        f"{row.host_ms:.1f}" if row.host_ms else "",
         "; ".join([*notes, *([row.detail] if row.detail else []), *_fallbacks(row)])[:120],
     )
 

@@ -45,6 +45,7 @@ class Row:
     uncapped_ms: float = 0.0
     uncapped_allocated_bytes: int = 0
     uncapped_reserved_bytes: int = 0
+    host_ms: float = 0.0  # a fixed piece of Python, the slowest of a few around the timed steps; 0: not known
     setup_seconds: float = 0.0
     wall_seconds: float = 0.0
     report: Mapping[str, Any] = field(default_factory=dict)  # legroom's own, as it gives it
@@ -111,7 +112,8 @@ def row_from(node: Node) -> Row:
         "uncapped_reserved_bytes", "run",
     )  # fmt: skip
     numbers = ("mean_ms", "median_ms", "uncapped_ms", "setup_seconds", "wall_seconds")
-    fields = node.fields("workload", "contender", "status", "detail", "report", *integers, *numbers)
+    named = ("workload", "contender", "status", "detail", "report", *integers, *numbers)
+    fields = node.fields(*named, optional=("host_ms",))  # older files have none
     report = fields["report"].value
     if not isinstance(report, dict):
         fields["report"].fail("expected an object")
@@ -121,6 +123,7 @@ def row_from(node: Node) -> Row:
         status=cast(Status, fields["status"].one_of(STATUSES)),
         detail=fields["detail"].text(longest=100_000),
         report=report,
+        host_ms=fields["host_ms"].number() if "host_ms" in fields else 0.0,
         **{name: fields[name].integer() for name in integers},
         **{name: fields[name].number() for name in numbers},  # type: ignore[arg-type]
     )

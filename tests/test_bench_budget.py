@@ -104,6 +104,7 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
         ({"status": "fine"}, "one of ok"),
         ({"cap_bytes": -1}, "cap_bytes"),
         ({"mean_ms": "fast"}, "mean_ms"),
+        ({"host_ms": "slow"}, "host_ms"),
         ({"report": []}, "report"),
         ({"run": 1}, "run 1"),
         ({"surprise": 1}, "surprise"),
@@ -114,6 +115,14 @@ def test_a_damaged_file_is_refused(change: dict[str, Any], message: str) -> None
     document["rows"][0] |= change
     with pytest.raises(RowsError, match=message):
         from_json(json.dumps(document))
+
+
+def test_how_fast_the_host_was_is_kept_and_older_files_do_not_know() -> None:
+    results = Results((RUN,), (replace(GOOD[0], host_ms=12.5),))
+    assert from_json(to_json(results)) == results
+    document = json.loads(to_json(results))
+    del document["rows"][0]["host_ms"]
+    assert from_json(json.dumps(document)).rows[0].host_ms == 0.0
 
 
 def test_a_later_file_takes_along_what_it_lacks() -> None:

@@ -78,6 +78,7 @@ def test_steps_on_the_cpu_under_two_planners(tmp_path: Path, capsys: pytest.Capt
     assert {name: row.report.get("planner", "") for name, row in measured.items() if row.ok} == {
         "plain": "", "capuchin@50%": "capuchin", "vdnn@50%": "vdnn",
     }  # fmt: skip
+    assert all(row.host_ms > 0.0 for row in measured.values() if row.ok)
     assert "50%: home ≥ capuchin: not run" in capsys.readouterr().out
     assert "capuchin" in target.with_suffix(".md").read_text()
 
