@@ -30,7 +30,7 @@ import numpy as np
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Op, Phase, Storage, Tick, Trace, Value, validate
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.planners import PLANNERS
 from legroom.tables import NEVER
 

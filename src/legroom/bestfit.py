@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from legroom.kernels import compiled
+from legroom.kernels.compiling import compiled
 
 Ints = npt.NDArray[np.int64]
 

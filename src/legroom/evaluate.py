@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from legroom import kernels, packing
+from legroom import packing
 from legroom.errors import BudgetError
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
-from legroom.kernels import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Codes
+from legroom.kernels.codes import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Codes
+from legroom.kernels.lowering import lower_and_run
 from legroom.packing import Walk
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 from legroom.tables import NEVER, Ints, reached, tabulate, with_ticks
@@ -85,7 +86,7 @@ class Evaluator:
         return self._work(self._codes, NEVER, (*self._memory, *walk), lowers=False)[:2]
 
     def loop(self, compiled: Callable[..., Any], budget_bytes: int, *arguments: object) -> Any:
-        """What a compiled loop returns that judges plans one after another; see `planners.loops`."""
+        """What a compiled loop returns that judges plans one after another; see `kernels.loops`."""
         self._again[0] = self._judged is self._lowered
         above = max(0, self.trace.head_peak_bytes - budget_bytes)
         view = (budget_bytes, above, self._possible, self._codes, self._ahead, self._again, self._judged)
@@ -117,7 +118,7 @@ class Evaluator:
     ) -> tuple[int, int, int]:
         np.multiply(codes, self._possible, out=self._codes)
         self._epoch += 1
-        used, nanoseconds, peak, excess = kernels.lower_and_run(
+        used, nanoseconds, peak, excess = lower_and_run(
             lowers, runs, arrays is self._lowered, limit, self._codes, self._ahead, self._epoch, *arrays
         )
         if lowers:

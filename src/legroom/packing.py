@@ -1,6 +1,6 @@
 """What the kernels work on: the tables packed into flat arrays, the program they make, and their memory.
 
-Not in kernels.py, as what is compiled there is compiled again whenever that file changes.
+Not among the kernels, as these are compiled again whenever a file beside them changes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from legroom import kernels as k
 from legroom import tables as t
-from legroom.kernels import COPY, COST, HEIGHTS, KEEP, LANES, OP, READ, ROW, WRITE, Charges, Codes, Words
+from legroom.kernels import codes as k
+from legroom.kernels.codes import COPY, COST, HEIGHTS, KEEP, LANES, OP, READ, ROW, WRITE, Charges, Codes, Words
+from legroom.kernels.lowering import lower_and_run
 from legroom.tables import Floats, Ints, Tables
 
 LINE = 64  # bytes of a cache line
@@ -180,7 +181,7 @@ def _side_by_side(sizes: dict[str, int], words: set[str]) -> tuple[Blocks, dict[
 
 
 def in_blocks(packed: Packed, work: Scratch) -> tuple[Any, ...]:
-    """The tables and the memory as `kernels.lower_and_run` takes them: in blocks, and where each array is in these."""
+    """The tables and the memory as `lower_and_run` takes them: in blocks, and where each array is in these."""
     edges = []
     for part in (packed, work):
         for block in part.blocks:
@@ -245,7 +246,7 @@ def lower(codes: Codes, ahead: Ints, epoch: int, packed: Packed, work: Scratch, 
     """
     walk = empty_walk(packed)._replace(replays=program.replays, replay_ops=program.replay_ops, failure=program.failure)
     arrays: tuple[Any, ...] = (*in_blocks(packed, work), *walk)
-    used = k.lower_and_run(True, False, False, 0, codes, ahead, epoch, *arrays)[0]
+    used = lower_and_run(True, False, False, 0, codes, ahead, epoch, *arrays)[0]
     if program.failure[0] == k.OK:
         _emit(codes, packed, work, program)
     return used

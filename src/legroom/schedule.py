@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from legroom import kernels, packing
+from legroom import packing
 from legroom.errors import PlanError
 from legroom.hardware import Hardware
 from legroom.ir import Op, Trace, Value
 from legroom.jsonio import Node, dump, parse
+from legroom.kernels import codes as k
 from legroom.plan import MOST_GAPS, Decision, Keep, Plan, Recompute, Swap, check_fits, signature
 from legroom.tables import Ints, tabulate, value_ids
 
@@ -124,15 +125,15 @@ def codes_of(decisions: tuple[Decision, ...]) -> tuple[npt.NDArray[np.int8], Int
     for index, decision in enumerate(decisions):
         match decision:
             case Keep():
-                codes[index] = kernels.KEEP
+                codes[index] = k.KEEP
             case Swap(when="overlap"):
-                codes[index] = kernels.OVERLAP
+                codes[index] = k.OVERLAP
             case Swap(when="sync"):
-                codes[index] = kernels.SYNC
+                codes[index] = k.SYNC
             case Swap():
-                codes[index], ahead[index] = kernels.AHEAD, decision.ahead
+                codes[index], ahead[index] = k.AHEAD, decision.ahead
             case Recompute():
-                codes[index] = kernels.SHARED if decision.share else kernels.RECOMPUTE
+                codes[index] = k.SHARED if decision.share else k.RECOMPUTE
     return codes, ahead
 
 
@@ -154,10 +155,10 @@ def lower(trace: Trace, plan: Plan, hardware: Hardware) -> Schedule:
     while True:
         program = packing.empty_program(packed, replay_room=room)
         used = packing.lower(codes, ahead, 1, packed, packing.scratch(tables), program)
-        if program.failure[0] != kernels.OK:
+        if program.failure[0] != k.OK:
             # The last gap of a chain is replayed first, and fails for what is wrong with the first: look for that.
             failure = program.failure
-            codes[failure[1] :] = kernels.KEEP
+            codes[failure[1] :] = k.KEEP
         elif failure is not None:
             raise PlanError(_why_impossible(trace, failure))
         elif used <= room:
@@ -172,12 +173,12 @@ def _instructions(trace: Trace, program: packing.Program) -> Iterator[Instructio
     plain = (SwapOut, Prefetch, Release, Await, Drop)  # as numbered in kernels
     for tick in range(len(trace.ticks)):
         for instruction in program.instructions[program.offsets[tick] : program.offsets[tick + 1]].tolist():
-            kind, gap = instruction & kernels.KIND_MASK, instruction >> kernels.KIND_BITS
-            if kind == kernels.REPLAY:
-                row = program.replays[gap * kernels.ROW : (gap + 1) * kernels.ROW].tolist()
-                first = row[kernels.REPLAY_OP]
-                stop = first + row[kernels.OPS]
-                back = program.replay_ops[stop : stop + row[kernels.REPLAY_GAPS]].tolist()
+            kind, gap = instruction & k.KIND_MASK, instruction >> k.KIND_BITS
+            if kind == k.REPLAY:
+                row = program.replays[gap * k.ROW : (gap + 1) * k.ROW].tolist()
+                first = row[k.REPLAY_OP]
+                stop = first + row[k.OPS]
+                back = program.replay_ops[stop : stop + row[k.REPLAY_GAPS]].tolist()
                 also = tuple(sorted(gaps[other].storage for other in back if other != gap))
                 yield Replay(tick, gaps[gap].storage, tuple(program.replay_ops[first:stop].tolist()), also)
             else:
@@ -188,7 +189,7 @@ def _why_impossible(trace: Trace, failure: Ints) -> str:
     code, gap_id, op_id, value = failure.tolist()
     gap = trace.gaps[gap_id]
     text = f"gap {gap.id} (storage {gap.storage}{_named(trace, gap.storage)}) cannot be recomputed at tick {gap.end}: "
-    if code == kernels.NOT_REPLAYABLE:
+    if code == k.NOT_REPLAYABLE:
         op = trace.ops[op_id]
         return f"{text}op {op.id} {op.name} cannot be replayed ({op.why_not})"
     if op_id < 0:

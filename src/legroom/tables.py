@@ -23,9 +23,8 @@ Floats = npt.NDArray[np.float64]
 
 NEVER = 2**62  # later than any op and any time; also the cost of what cannot be done
 
-# Columns. Not for compiled code, whose cache looks at kernels.py only. A gap's G_FIRST is the first gap of the same
-# storage: it stands for the storage where a number is needed. G_VALUE is what stands in it, -1 if no op knows it; G_OUT
-# and G_IN are the nanoseconds of its copies, undisturbed.
+# Columns. A gap's G_FIRST is the first gap of the same storage: it stands for the storage where a number is needed.
+# G_VALUE is what stands in it, -1 if no op knows it; G_OUT and G_IN are the nanoseconds of its copies, undisturbed.
 G_STORAGE, G_START, G_END, G_VALUE, G_BYTES, G_FIRST, G_OUT, G_IN, G_COLUMNS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 # A value stands in memory from tick V_FROM to V_UNTIL (both inclusive), where gaps V_FIRST .. V_STOP - 1 do not take it
 # out.

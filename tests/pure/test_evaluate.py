@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from legroom.errors import PlanError
 from legroom.evaluate import IMPOSSIBLE, KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS, Hardware, HostCosts
 from legroom.ir import Tick
+from legroom.kernels import compiling
 from legroom.plan import Keep, Recompute, Swap
 from legroom.planners import PLANNERS
 from legroom.schedule import check_schedule, codes_of, lower
@@ -154,18 +157,29 @@ def test_what_an_evaluator_remembers_changes_nothing(data: st.DataObject) -> Non
 
 def test_compiled_code_counts_no_references() -> None:
     """Where numba drops or renames the option, results stay right, and lowering takes twice as long."""
-    assert "_nrt" in kernels._OPTIONS
+    assert "_nrt" in compiling._OPTIONS
 
 
 def test_compiled_code_depends_on_no_constant_of_another_file() -> None:
-    """The cache of a compiled function does not see other files change."""
-    names = {name for name in vars(kernels) if isinstance(vars(kernels)[name], numba.core.dispatcher.Dispatcher)}
-    assert {"lower_and_run", "run_walk"} <= names
-    tree = ast.parse(Path(kernels.__file__).read_text(encoding="utf-8"))
-    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for function in (vars(kernels)[name].py_func for name in names):
-        used = set(function.__code__.co_names) - {"np", "int64"}
-        assert used - set(dir(builtins)) <= assigned | names
+    """The cache of a compiled function sees the files of one folder change, and the tables."""
+    folder = Path(kernels.__file__).parent
+    modules = [importlib.import_module(f"legroom.kernels.{path.stem}") for path in sorted(folder.glob("[a-z]*.py"))]
+    functions = {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, numba.core.dispatcher.Dispatcher)
+    }
+    assert {"lower_and_run", "run_walk", "reach"} <= set(functions)
+    assigned = set()
+    for path in (*folder.glob("*.py"), folder.parent / "tables.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        assigned |= {node.id for node in names}
+    for function in functions.values():
+        used = set(function.py_func.__code__.co_names) - {"np", "int64", "math", "isnan", "exp", "shape"}
+        assert used - set(dir(builtins)) <= assigned | set(functions)
+        assert Path(function.py_func.__code__.co_filename).parent == folder
 
 
 @pytest.mark.parametrize("ticks", [0, 2])
@@ -190,14 +204,40 @@ def test_codes_are_left_as_they_were() -> None:
 
 
 def test_a_place_without_a_cache_still_compiles(tmp_path: Path) -> None:
-    source = Path(kernels.__file__).parent
     target = tmp_path / "legroom"
-    target.mkdir()
-    for name in ("tables", "kernels", "packing", "hardware", "ir", "errors", "jsonio", "units"):
-        (target / f"{name}.py").write_bytes((source / f"{name}.py").read_bytes())
-    (target / "__init__.py").write_text("")
-    (target / "__pycache__").write_text("a file where the folder should be stops even root")
-    code = "import legroom.kernels as k; assert k._advance(1, 2, 3, 4, 5) == (6, 7)"
+    _copy_kernels(target)
+    (target / "kernels" / "__pycache__").write_text("a file where the folder should be stops even root")
+    code = "from legroom.kernels.lanes import advance; assert advance(1, 2, 3, 4, 5) == (6, 7)"
     nowhere = {"HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none", "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"], **nowhere}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+def test_what_is_compiled_is_compiled_again_when_a_file_beside_it_changes(tmp_path: Path) -> None:
+    """numba looks at the file of the function alone; it would go on with what was frozen into it."""
+    target = tmp_path / "legroom"
+    _copy_kernels(target)
+    (target / "kernels" / "one.py").write_text("NUMBER = 1\n")
+    (target / "kernels" / "two.py").write_text(
+        "from legroom.kernels.compiling import compiled, inner\nfrom legroom.kernels.one import NUMBER\n\n"
+        "@inner\ndef _number() -> int:\n    return NUMBER\n\n@compiled\ndef number() -> int:\n    return _number()\n"
+    )
+    code = "from legroom.kernels.two import number; print(number(), sum(number.stats.cache_hits.values()))"
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def told() -> str:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True, text=True).stdout
+
+    assert [told(), told()] == ["1 0\n", "1 1\n"]
+    (target / "kernels" / "one.py").write_text("NUMBER = 2\n")
+    assert [told(), told()] == ["2 0\n", "2 1\n"]
+
+
+def _copy_kernels(target: Path) -> None:
+    """All that the kernels need, as a package of its own."""
+    source = Path(kernels.__file__).parent
+    shutil.copytree(source, target / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tables", "packing", "hardware", "ir", "errors", "jsonio", "units"):
+        (target / f"{name}.py").write_bytes((source.parent / f"{name}.py").read_bytes())
+    (target / "__init__.py").write_text("")

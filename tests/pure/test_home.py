@@ -15,7 +15,7 @@ from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator, floor_bytes
 from legroom.hardware import PRESETS, Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.plan import Keep, Plan, Recompute, Swap
 from legroom.planners.home import Draw, Home, convergence
 from legroom.tables import NEVER

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
-from legroom.planners import loops
+from legroom.kernels import loops
+from legroom.kernels.codes import Codes
 from legroom.planners.local import CODES
 from legroom.tables import NEVER
 from tests.pure.strategies import hardwares, traces

@@ -12,7 +12,7 @@ from legroom import traceio
 from legroom.bound import bound_of
 from legroom.evaluate import Evaluator, floor_bytes
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.planners.auto import Auto
 from legroom.planners.kinds import kinds_of, kinds_of_ops, numbers
 from legroom.planners.local import Search, rounded

@@ -25,7 +25,7 @@ from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import AHEAD, Codes
+from legroom.kernels.codes import AHEAD, Codes
 from legroom.plan import Plan, check_fits
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.dtr import Dtr

@@ -37,7 +37,7 @@ import numpy as np
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import AHEAD, Codes
+from legroom.kernels.codes import AHEAD, Codes
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap, signature
 from legroom.planners.vdnn import access_times
 from legroom.tables import (

@@ -34,7 +34,7 @@ from legroom.errors import BudgetError
 from legroom.evaluate import IMPOSSIBLE, KEEP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.recipes import Recipe, recipe
 from legroom.units import format_bytes

@@ -65,7 +65,7 @@ import numpy.typing as npt
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.kinds import kinds_of, numbers
 from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Ints

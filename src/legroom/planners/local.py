@@ -23,8 +23,8 @@ import numpy as np
 
 from legroom.bound import Bound
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
-from legroom.kernels import Codes
-from legroom.planners import loops
+from legroom.kernels import loops
+from legroom.kernels.codes import Codes
 from legroom.tables import (
     G_BYTES,
     G_END,

@@ -32,9 +32,10 @@ from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels import loops
+from legroom.kernels.codes import Codes
 from legroom.plan import Plan
-from legroom.planners import local, loops
+from legroom.planners import local
 from legroom.planners.local import CHANGES, MOST_ANNEALED
 from legroom.tables import Floats, Ints, Tables
 from legroom.units import format_bytes

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from legroom import kernels as k
 from legroom import tables as t
 from legroom.errors import PlanError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels import codes as k
+from legroom.kernels.codes import Codes
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap
 from legroom.planners.local import Search
 from legroom.sizes import Numbers

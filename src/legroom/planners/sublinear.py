@@ -29,7 +29,7 @@ import numpy as np
 from legroom.evaluate import KEEP, SHARED, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.capuchin import lineage
 from legroom.planners.vdnn import above_budget, feature_maps, gaps_into_backward

@@ -42,7 +42,7 @@ from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, SHARED, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.recipes import recipe
 from legroom.units import format_bytes

@@ -16,7 +16,7 @@ import numpy as np
 
 from legroom.bound import bound_of
 from legroom.evaluate import KEEP, SYNC
-from legroom.kernels import Codes
+from legroom.kernels.codes import Codes
 from legroom.planners.kinds import kinds_of, kinds_of_ops, numbers
 from legroom.planners.local import ACTIONS, CODES, Prices, Search, rounded
 from legroom.tables import G_IN, G_OUT, O_NS, Floats, Ints, Tables

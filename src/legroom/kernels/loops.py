@@ -1,9 +1,9 @@
 """The inner loops of the local search, compiled: they ask for the cost of one plan after another, each a change or two
 away from the one before, and Python would take longer to ask than the answer takes.
 
-What each is for is said in `local`, where it is called, by `Evaluator.loop()`. A plan's cost is here (nanoseconds,
-bytes above the budget summed over all ticks), both NEVER where a replay is impossible. Each returns how many plans it
-judged before all else, and leaves `codes` as it went on from them.
+What each is for is said in `planners.local`, where it is called, by `Evaluator.loop()`. A plan's cost is here
+(nanoseconds, bytes above the budget summed over all ticks), both NEVER where a replay is impossible. Each returns how
+many plans it judged before all else, and leaves `codes` as it went on from them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from legroom.kernels import KEEP, Codes, compiled, inlined, inner, lower_and_run
+from legroom.kernels.codes import KEEP, Codes
+from legroom.kernels.compiling import compiled, inlined, inner
+from legroom.kernels.lowering import lower_and_run
 from legroom.tables import NEVER, Floats, Ints
 
 # (budget, what is above it whatever is done, by gap whether anything can be done about it, room for the codes with all
