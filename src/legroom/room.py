@@ -265,7 +265,8 @@ class Room:
             check = self._compared.popleft()
             if not check.same():
                 self._setting.fallbacks["a replay gave other bits"] += 1
-                self._distrust(check.ops)
+                if not self._setting.distrusted.issuperset(check.ops):  # else of a step before that was heard
+                    self._distrust(check.ops)
                 warnings.warn(
                     f"recomputing {', '.join(check.ops)} gave other bits than the first run, though it was proven to "
                     "give the same: gradients of the last steps may be off. It is kept or swapped from now on. "

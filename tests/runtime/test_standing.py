@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from legroom.errors import BudgetError
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Recompute, signature
+from legroom.runtime.checking import Check
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.residency import Entry
 from legroom.schedule import Replay, lower
@@ -127,6 +129,32 @@ def test_what_a_step_found_out_about_its_replays_holds_if_it_fails(
     assert report.sheltered_steps == before.sheltered_steps + 1
     assert report.distrusted
     assert report.bytes_recomputed == 0
+
+
+def test_a_replay_that_is_not_believed_any_more_is_no_reason_to_record_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps replayed the same op, and that it gave other bits is heard of the second when the plan is a new one."""
+    monkeypatch.setattr(CpuDevice, "answers_later", True)
+    x = torch.randn(64, 64, requires_grad=True)
+    with legroom.fit(budget="1GiB", planner=recompute_all) as room:
+
+        def heard(wrong: bool) -> int:
+            """So many steps were recorded after an outcome came late."""
+            before = room.report().sheltered_steps
+            if wrong:
+                check = Check(room._device, torch.zeros(4))
+                check.compare(torch.ones(4), [torch.ops.aten.tanh.default])
+                room._compared.append(check)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                for _ in range(3):
+                    with room.step():
+                        (x.tanh().sin() * x.cos()).exp().sum().backward()
+            return room.report().sheltered_steps - before
+
+        heard(False)
+        assert heard(False) == 0
+        assert [heard(True), heard(True), heard(False)] == [1, 0, 0]
+        assert room.report().fallbacks["a replay gave other bits"] == 2
 
 
 @pytest.mark.parametrize("seed", range(12))
