@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, small_bytes
 from legroom.brim import UNARRANGED, Brim
 from legroom.errors import BudgetError
-from legroom.following import checked
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.plan import Plan, signature
+from legroom.plan import Plan, checked, signature
 from legroom.planners import Planner, tighter
 from legroom.runtime.device import Device
 from legroom.schedule import Schedule, check_schedule, lower

@@ -12,20 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
-from legroom.errors import BudgetError, PlanError, quote
+from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Rung, Way
+from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
 from legroom.ir import Trace
-from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
+from legroom.ladder import Features, Shelf, covers
 from legroom.peaks import Peaks
-from legroom.plan import Plan, check_fits, signature
+from legroom.plan import Plan, checked, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
 from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
@@ -39,10 +39,8 @@ from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_cu
 from legroom.sizes import SizeModel, structure_of, with_numbers
 from legroom.units import format_bytes
 
-MOST_RUNGS = 64  # plans for one structure
 LOOSE = 1.125  # a plan for an input that is larger than that, in any dimension, is worth another one
-# Of calling the model, and op sequences behind one way of calling. Beyond, what served the fewest steps is forgotten.
-MOST_WAYS, MOST_COURSES = 16, 4
+MOST_WAYS = 16  # of calling the model. Beyond, what served the fewest steps is forgotten.
 MOST_SHELTERED = 10  # steps for one op sequence
 STEPS_A_LESSON = 64  # once they are spent, one step in so many is recorded while its op sequence is not known
 # Of a course, the first ones are measured, and then ever fewer: to count all tensors and read the allocator's log takes
@@ -51,7 +49,6 @@ MEASURED_STEPS = 2
 CHECKS = frozenset(4**power for power in range(3, 20))
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
-MOST_DRIFTS = 3  # the same where plans follow the input: two of them may be one change for good
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
 GROWN = 1.01  # of what a plan is to take at most
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
@@ -60,98 +57,6 @@ ROOMY = 0.95  # of the budget: a step that stays below with everything kept is l
 FREE_SHARE = 0.25
 REMEMBERED_STEPS = 4096
 REMEMBERED_SIZES = 512  # at which replays of a plan were proven; beyond, they are proven again
-AT_ONCE = "responsive"  # the planner whose plans are replaced
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """A plan for one size, ready to run."""
-
-    trace: Trace
-    plan: Plan
-    schedule: Schedule
-    program: Program
-    peak_bytes: int
-    peaks: Peaks  # at other sizes
-
-
-@dataclass(slots=True)
-class Course:
-    """One op sequence, at all sizes."""
-
-    structure: str
-    model: SizeModel
-    base_bytes: int  # alive before the call beside its inputs, when it was recorded
-    low: Features  # the smallest and the largest of each feature that was met
-    high: Features
-    responsive: Responsive | None = None  # from the first plan on
-    ladder: Ladder[Rung] = field(default_factory=lambda: Ladder(most=MOST_RUNGS))
-    asked: set[Features] = field(default_factory=set)  # of the planner, done or not
-    planned: int = 0
-    refuses: bool = True  # whether its floor is one
-    recorded: set[Features] = field(default_factory=set)  # sizes at which every op was proven
-    ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
-    # By the plan's size and the input's; by the input's and () where everything is kept.
-    peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
-    version: int = 0  # plans of another one were made from what is no longer believed
-    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, what was seen to give the same bits
-    lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
-    recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
-    numbers: dict[object, int] = field(default_factory=dict)  # of recipes
-    all_hooks: bool = False  # whether all that is saved is looked at, whatever the samples say of sizes
-
-    def forget_plans(self) -> None:
-        self.version += 1
-        self.ladder.clear()
-        self.asked.clear()
-        self.peaks.clear()
-
-    def improve(self, edge: Features, rung: Rung) -> None:
-        """Put a plan in the place of those that were made at once for sizes that it is for."""
-        for other, made in self.ladder:
-            if made.plan.planner == AT_ONCE and self.edge_for(other) == self.edge_for(edge):
-                self.ladder.remove(other)
-                self._forget_peaks({other})
-        self.put(edge, rung)
-
-    def put(self, edge: Features, rung: Rung) -> None:
-        gone = self.ladder.add(edge, rung)
-        self._forget_peaks({edge, *gone})
-        self.asked.difference_update(gone)  # may be asked for again
-
-    def _forget_peaks(self, edges: Set[Features]) -> None:
-        """Another plan for the same size takes other amounts at smaller ones."""
-        self.peaks = {key: nbytes for key, nbytes in self.peaks.items() if key[0] not in edges}
-
-    def remember_peak(self, key: tuple[Features, Features], nbytes: int) -> None:
-        if len(self.peaks) >= REMEMBERED_STEPS:
-            self.peaks.clear()
-        self.peaks[key] = nbytes
-
-    def met(self, features: Features) -> None:
-        self.low = tuple(map(min, self.low, features))
-        self.high = tuple(map(max, self.high, features))
-
-    def edge_for(self, features: Features) -> Features:
-        """The sizes rounded up, of those that vary."""
-        moving = [low != high for low, high in zip(self.low, self.high, strict=True)]
-        return tuple(rounded_up(f) if moves else f for f, moves in zip(features, moving, strict=True))
-
-
-@dataclass(slots=True)
-class Way:
-    """One way in which the model is called, sizes apart."""
-
-    courses: Shelf[str, Course] = field(default_factory=lambda: Shelf(most=MOST_COURSES))
-    course: Course | None = None  # the one that ran last
-    steps: int = 0
-    sheltered: int = 0
-    drifts: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_DRIFTS))
-    reactive_until: int = 0
-    # Sizes that a sheltered step could not bring inside, and what was alive before it.
-    refused: list[tuple[Features, int]] = field(default_factory=list)
-    # Sizes at which one was inside, what was alive before it, and its peak.
-    fitted: deque[tuple[Features, int, int]] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))
 
 
 class Following:
@@ -692,14 +597,6 @@ def too_large(features: Features, floor: int, budget: int) -> BudgetError:
         budget_bytes=budget,
         floor_bytes=floor,
     )
-
-
-def checked(trace: Trace, plan: object) -> Plan:
-    """What a planner gave, if it is a plan for this trace."""
-    if not isinstance(plan, Plan):
-        raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
-    check_fits(trace, plan)
-    return plan
 
 
 def over_target(planner: str, features: Features, peak: int, budget: int) -> BudgetError:

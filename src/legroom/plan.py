@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from legroom.errors import PlanError
+from legroom.errors import PlanError, quote
 from legroom.ir import Trace
 from legroom.jsonio import Node, dump, parse
 
@@ -99,6 +99,14 @@ def check_fits(trace: Trace, plan: Plan) -> None:
     gaps = sum(len(storage.gaps) for storage in trace.storages)
     if len(plan.decisions) != gaps:
         raise PlanError(f"the plan has {len(plan.decisions)} decisions, the trace has {gaps} gaps; plan it again")
+
+
+def checked(trace: Trace, plan: object) -> Plan:
+    """What a planner gave, if it is a plan for this trace."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"a planner returns a Plan; this one returned {quote(plan)}")
+    check_fits(trace, plan)
+    return plan
 
 
 def to_json(plan: Plan) -> str:

@@ -17,12 +17,12 @@ from legroom.brim import Brim
 from legroom.curve import Curve
 from legroom.errors import BudgetError, PlanError
 from legroom.evaluate import floor_bytes
-from legroom.following import CHECKS, ROOMY, checked
+from legroom.following import CHECKS, ROOMY
 from legroom.hardware import Hardware
 from legroom.hostfit import fast_enough, host_factor, with_host
 from legroom.ir import Trace
 from legroom.patience import patience
-from legroom.plan import Plan
+from legroom.plan import Plan, checked
 from legroom.planners import Planner
 from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.pace import Pace

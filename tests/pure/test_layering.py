@@ -54,6 +54,7 @@ ORDER = (
     "probing",
     "assembling",
     "admission",
+    "courses",
     "following",
     "arranging",
     "standing",

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import legroom
+from legroom.courses import AT_ONCE, MOST_COURSES
 from legroom.errors import StepError
-from legroom.following import AT_ONCE, MOST_COURSES, MOST_WAYS
+from legroom.following import MOST_WAYS
 from legroom.hardware import PRESETS
 from legroom.planners import quick
 from legroom.planners.auto import Auto

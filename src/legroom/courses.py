@@ -1,0 +1,116 @@
+"""What is known about a program whose inputs vary: the ways in which its model is called, the op sequences behind them,
+and the plans of each, by size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from legroom.ir import Trace
+from legroom.ladder import Features, Ladder, Shelf, rounded_up
+from legroom.peaks import Peaks
+from legroom.plan import Plan
+from legroom.planners.responsive import Responsive
+from legroom.runtime.calls import Lesson
+from legroom.runtime.program import Program
+from legroom.schedule import Schedule
+from legroom.sizes import SizeModel
+
+MOST_RUNGS = 64  # plans for one structure
+MOST_COURSES = 4  # op sequences behind one way of calling. Beyond, what served the fewest steps is forgotten.
+MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be one change for good
+REMEMBERED_PEAKS = 4096
+AT_ONCE = "responsive"  # the planner whose plans are replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A plan for one size, ready to run."""
+
+    trace: Trace
+    plan: Plan
+    schedule: Schedule
+    program: Program
+    peak_bytes: int
+    peaks: Peaks  # at other sizes
+
+
+@dataclass(slots=True)
+class Course:
+    """One op sequence, at all sizes."""
+
+    structure: str
+    model: SizeModel
+    base_bytes: int  # alive before the call beside its inputs, when it was recorded
+    low: Features  # the smallest and the largest of each feature that was met
+    high: Features
+    responsive: Responsive | None = None  # from the first plan on
+    ladder: Ladder[Rung] = field(default_factory=lambda: Ladder(most=MOST_RUNGS))
+    asked: set[Features] = field(default_factory=set)  # of the planner, done or not
+    planned: int = 0
+    refuses: bool = True  # whether its floor is one
+    recorded: set[Features] = field(default_factory=set)  # sizes at which every op was proven
+    ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
+    # By the plan's size and the input's; by the input's and () where everything is kept.
+    peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
+    version: int = 0  # plans of another one were made from what is no longer believed
+    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, what was seen to give the same bits
+    lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
+    recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
+    numbers: dict[object, int] = field(default_factory=dict)  # of recipes
+    all_hooks: bool = False  # whether all that is saved is looked at, whatever the samples say of sizes
+
+    def forget_plans(self) -> None:
+        self.version += 1
+        self.ladder.clear()
+        self.asked.clear()
+        self.peaks.clear()
+
+    def improve(self, edge: Features, rung: Rung) -> None:
+        """Put a plan in the place of those that were made at once for sizes that it is for."""
+        for other, made in self.ladder:
+            if made.plan.planner == AT_ONCE and self.edge_for(other) == self.edge_for(edge):
+                self.ladder.remove(other)
+                self._forget_peaks({other})
+        self.put(edge, rung)
+
+    def put(self, edge: Features, rung: Rung) -> None:
+        gone = self.ladder.add(edge, rung)
+        self._forget_peaks({edge, *gone})
+        self.asked.difference_update(gone)  # may be asked for again
+
+    def _forget_peaks(self, edges: Set[Features]) -> None:
+        """Another plan for the same size takes other amounts at smaller ones."""
+        self.peaks = {key: nbytes for key, nbytes in self.peaks.items() if key[0] not in edges}
+
+    def remember_peak(self, key: tuple[Features, Features], nbytes: int) -> None:
+        if len(self.peaks) >= REMEMBERED_PEAKS:
+            self.peaks.clear()
+        self.peaks[key] = nbytes
+
+    def met(self, features: Features) -> None:
+        self.low = tuple(map(min, self.low, features))
+        self.high = tuple(map(max, self.high, features))
+
+    def edge_for(self, features: Features) -> Features:
+        """The sizes rounded up, of those that vary."""
+        moving = [low != high for low, high in zip(self.low, self.high, strict=True)]
+        return tuple(rounded_up(f) if moves else f for f, moves in zip(features, moving, strict=True))
+
+
+@dataclass(slots=True)
+class Way:
+    """One way in which the model is called, sizes apart."""
+
+    courses: Shelf[str, Course] = field(default_factory=lambda: Shelf(most=MOST_COURSES))
+    course: Course | None = None  # the one that ran last
+    steps: int = 0
+    sheltered: int = 0
+    drifts: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_DRIFTS))
+    reactive_until: int = 0
+    # Sizes that a sheltered step could not bring inside, and what was alive before it.
+    refused: list[tuple[Features, int]] = field(default_factory=list)
+    # Sizes at which one was inside, what was alive before it, and its peak.
+    fitted: deque[tuple[Features, int, int]] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))
