@@ -1,10 +1,11 @@
 """How planning with `auto` grows with the step: processor seconds by the number of gaps, and how close plans come.
 
-    python bench/scaling.py [--gaps 100,300,700,1500,3000,5000]
+    python bench/scaling.py [--gaps 100,300,700,1500,3000,5000] [--recorded gpt,vgg16]
     python bench/scaling.py --render bench/results/scaling.json
 
-The traces are the GPT steps of bench/evaluate.py; a gap belongs to a storage of its own in nearly all cases. For each
-size both presets are planned at 75, 50 and 25 % of the range from floor to plain peak. Seconds are those of one thread;
+The traces are the GPT steps of bench/evaluate.py, made for a number of gaps, and after them the recorded steps; a gap
+belongs to a storage of its own in nearly all cases. Both presets are planned for, at 75, 50 and 25 % of the range from
+floor to plain peak. Seconds are the processor's, of all threads; the gap is that to the bound;
 "program" is what the linear program takes by itself, with more ticks than auto lets it look at;
 "quick" what planning takes without it and without asking others (as in re-plans). "per n log n" is the slowest of a
 size over n log n, relative to the first size.
@@ -28,11 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
 from bench.evaluate import gpt
+from bench.record import SUFFIX
 from bench.verdicts import Verdict
+from bench.workloads import RECORDED
+from legroom import traceio
 from legroom.bound import lower_bound
 from legroom.errors import LegroomError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
+from legroom.ir import Trace
 from legroom.jsonio import Node, parse, read_text, write_text
 from legroom.planners.auto import Auto
 
@@ -44,7 +49,8 @@ SHARES = (0.75, 0.5, 0.25)
 LIMITS = {700: 2.0, 5000: 20.0}  # gaps: seconds within which a plan is promised
 NEAR = 0.1  # of a size that something is promised for
 MOST_GROWTH = 2.0  # of the seconds over n log n, from the first size to any other
-_HEAD = ("gaps", "storages", "ticks", "machine", "share", "plan s", "program s", "gap", "quick s", "quick gap")
+MADE = "made"  # for a number of gaps, not recorded
+_HEAD = ("step", "gaps", "storages", "ticks", "machine", "share", "plan s", "program s", "gap", "quick s", "quick gap")
 _SIZE_HEAD = ("gaps", "slowest s", "promised", "per n log n", "worst gap")
 
 
@@ -64,6 +70,7 @@ class Row:
     quick_seconds: float
     gap: float
     quick_gap: float
+    step: str = MADE
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +79,22 @@ class Results:
     rows: tuple[Row, ...]
 
     def of(self, gaps: int) -> list[Row]:
-        return [row for row in self.rows if row.gaps == gaps]
+        return [row for row in self.made if row.gaps == gaps]
+
+    @property
+    def made(self) -> list[Row]:
+        return [row for row in self.rows if row.step == MADE]
+
+    @property
+    def recorded(self) -> list[Row]:
+        return [row for row in self.rows if row.step != MADE]
 
     @property
     def sizes(self) -> list[int]:
-        return list(dict.fromkeys(row.gaps for row in self.rows))
+        return list(dict.fromkeys(row.gaps for row in self.made))
 
 
-def measured(gaps: int) -> list[Row]:
-    trace = gpt(gaps)
+def measured(trace: Trace, step: str = MADE) -> list[Row]:
     floor, peak = floor_bytes(trace), trace.peak_bytes
     rows = []
     for machine in MACHINES:
@@ -106,6 +120,7 @@ def measured(gaps: int) -> list[Row]:
                 quick_seconds=rest,
                 gap=plan.gap,
                 quick_gap=quick.predicted_seconds / bound - 1,
+                step=step,
             )
             rows.append(row)
             print("  ".join(_cells(row)), flush=True)
@@ -127,10 +142,16 @@ def growth(results: Results, gaps: int) -> float:
 def verdicts(results: Results) -> list[Verdict]:
     out = []
     for size, limit in LIMITS.items():
-        near = [row.seconds for row in results.rows if abs(row.gaps - size) <= NEAR * size]
+        near = [row.seconds for row in results.made if abs(row.gaps - size) <= NEAR * size]
         claim = f"auto plans {size} gaps within {limit:.0f} s"
         figures = f"{max(near):.2f} s at most in {len(near)} plans" if near else "not planned"
         out.append(Verdict("gpt", claim, max(near) <= limit if near else None, figures))
+    limit = LIMITS[700]
+    slowest = max(results.recorded, key=lambda row: row.seconds, default=None)
+    late = len({(row.step, row.machine, row.share) for row in results.recorded if row.seconds > limit})
+    figures = "none" if slowest is None else f"{slowest.seconds:.2f} s for {slowest.step}, {late} plans took longer"
+    met = None if slowest is None else slowest.seconds <= limit
+    out.append(Verdict("", f"auto plans the recorded steps within {limit:.0f} s", met, figures))
     grown = {size: growth(results, size) for size in results.sizes[1:]}
     figures = ", ".join(f"{size}: {factor:.2f}" for size, factor in grown.items())
     claim = f"seconds over n log n grow by a factor of {MOST_GROWTH:.0f} at most from the first size on"
@@ -140,6 +161,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
+        row.step,
         str(row.gaps),
         str(row.storages),
         str(row.ticks),
@@ -180,7 +202,7 @@ def page(results: Results) -> str:
             "## By size",
             tables.markdown(_SIZE_HEAD, [_size_cells(results, size) for size in results.sizes], words=()),
             "## Plans",
-            tables.markdown(_HEAD, [_cells(row) for row in results.rows], words=(3,)) + "\n",
+            tables.markdown(_HEAD, [_cells(row) for row in results.rows], words=(0, 4)) + "\n",
         ]
     )
 
@@ -196,8 +218,8 @@ def from_json(text: str) -> Results:
     if not isinstance(run.value, dict):
         run.fail("expected an object")
     rows = tuple(_row_from(node) for node in fields["rows"].items(longest=10_000))
-    if not rows or any(row.gaps < 2 for row in rows):
-        raise ScalingError("expected rows, all of 2 gaps and more")
+    if not any(row.step == MADE for row in rows) or any(row.gaps < 2 for row in rows):
+        raise ScalingError("expected rows of made steps, all of 2 gaps and more")
     named = run.fields(*(Node(name, "run", ScalingError).text() for name in run.value))
     return Results({name: entry.text() for name, entry in named.items()}, rows)
 
@@ -205,8 +227,9 @@ def from_json(text: str) -> Results:
 def _row_from(node: Node) -> Row:
     integers = ("gaps", "storages", "ticks")
     numbers = {"share": 0.0, "program_seconds": 0.0, "quick_seconds": 0.0, "gap": -1.0, "quick_gap": -1.0}
-    fields = node.fields("machine", "seconds", *integers, *numbers)
+    fields = node.fields("machine", "seconds", *integers, *numbers, optional=("step",))  # older files have made ones
     return Row(
+        step=fields["step"].text() if "step" in fields else MADE,
         machine=fields["machine"].text(),
         seconds=fields["seconds"].number(least=1e-6, most=1e9),
         **{name: fields[name].integer() for name in integers},
@@ -224,6 +247,14 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _steps(text: str) -> tuple[str, ...]:
+    names = () if text == "-" else tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in RECORDED:
+            raise argparse.ArgumentTypeError(f"no recorded step {name!r}; there are {', '.join(RECORDED)}")
+    return names
+
+
 def _results(text: str) -> Path:
     if Path(text).suffix == ".md":
         raise argparse.ArgumentTypeError(f"expected a JSON file, got {text!r}, where the page would be written")
@@ -233,6 +264,7 @@ def _results(text: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gaps", type=_sizes, default=_sizes(SIZES), help=f"sizes, separated by commas ({SIZES})")
+    parser.add_argument("--recorded", type=_steps, default=RECORDED, help="recorded steps; - for none (default: all)")
     parser.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
     parser.add_argument("--json", type=_results, default=ROOT / "bench" / "results" / "scaling.json")
     parser.add_argument("--render", type=_results, help="only write the page beside this results file")
@@ -252,7 +284,10 @@ def main(arguments: Sequence[str]) -> int:
     small = gpt(100)  # loads the compiled kernels, and scipy
     Auto()(small, PRESETS["h200"], (floor_bytes(small) + small.peak_bytes) // 2)
     print("  ".join(_HEAD))
-    results = Results(run, tuple(row for gaps in parsed.gaps for row in measured(gaps)))
+    rows = [row for gaps in parsed.gaps for row in measured(gpt(gaps))]
+    for name in parsed.recorded:
+        rows += measured(traceio.load(ROOT / "tests" / "traces" / f"{name}{SUFFIX}"), name)
+    results = Results(run, tuple(rows))
     write_text(parsed.json, to_json(results), error=ScalingError)
     write_text(parsed.json.with_suffix(".md"), page(results), error=ScalingError)
     print("\n" + table(results))

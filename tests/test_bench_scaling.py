@@ -25,14 +25,32 @@ def results(*sizes: tuple[int, float]) -> Results:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (((100, 0.2), (700, 1.9), (700, 2.0), (5000, 19.0)), ["met", "met", "met"]),
-        (((100, 0.2), (700, 1.9), (690, 2.1), (5000, 20.1)), ["missed", "missed", "met"]),
-        (((100, 0.2), (1500, 9.6)), ["not measured", "not measured", "missed"]),
-        (((700, 1.0),), ["met", "not measured", "not measured"]),
+        (((100, 0.2), (700, 1.9), (700, 2.0), (5000, 19.0)), ["met", "met", "not measured", "met"]),
+        (((100, 0.2), (700, 1.9), (690, 2.1), (5000, 20.1)), ["missed", "missed", "not measured", "met"]),
+        (((100, 0.2), (1500, 9.6)), ["not measured", "not measured", "not measured", "missed"]),
+        (((700, 1.0),), ["met", "not measured", "not measured", "not measured"]),
     ],
 )
 def test_what_must_hold(sizes: tuple[tuple[int, float], ...], words: list[str]) -> None:
     assert [verdict.word for verdict in verdicts(results(*sizes))] == words
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(2.0, "met"), (2.1, "missed")])
+def test_recorded_steps_are_judged_by_themselves(seconds: float, word: str) -> None:
+    """However few gaps they have; and nothing else is judged by them."""
+    known = results((100, 0.2), (700, 1.9))
+    both = replace(known, rows=(*known.rows, replace(ROW, gaps=700, seconds=seconds, step="vgg16")))
+    assert [verdict.word for verdict in verdicts(both)] == ["met", "not measured", word, "met"]
+    assert both.sizes == known.sizes
+    assert f"{seconds:.2f} s for vgg16" in page(both)
+    assert from_json(to_json(both)) == both
+
+
+def test_files_from_before_recorded_steps_were_planned_are_read() -> None:
+    known = results((100, 0.2))
+    document = json.loads(to_json(known))
+    del document["rows"][0]["step"]
+    assert from_json(json.dumps(document)) == known
 
 
 def test_growth_is_relative_to_n_log_n() -> None:
@@ -67,9 +85,9 @@ def test_a_file_that_is_none_is_refused(change: dict[str, object], said: str) ->
 
 def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "scaling.json"
-    assert scaling.main(["--gaps", "20,40", "--commit", "abc", "--json", str(found)]) == 0
+    assert scaling.main(["--gaps", "20,40", "--recorded", "lstm", "--commit", "abc", "--json", str(found)]) == 0
     first = found.with_suffix(".md").read_text()
-    assert "per n log n" in first and "commit abc" in first and "**not measured**" in first
+    assert "| lstm | 26 |" in first and "per n log n" in first and "commit abc" in first and "**not measured**" in first
     assert scaling.main(["--render", str(found)]) == 0
     assert found.with_suffix(".md").read_text() == first
     assert "slowest s" in capsys.readouterr().out
@@ -81,6 +99,7 @@ def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--gaps", "many"), "got 'many'"),
         (("--gaps", "100,,300"), "got '100,,300'"),
         (("--gaps", "1"), "from 10 on"),
+        (("--recorded", "lstm,x"), "no recorded step 'x'"),
         (("--render", "nowhere.json"), "cannot be read"),
         (("--render", "scaling.md"), "expected a JSON file"),
         (("--json", "nowhere/scaling.json"), "no such folder"),
