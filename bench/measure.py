@@ -144,7 +144,7 @@ class _Bench:
         try:
             return self._with_figures(row, self._timed(step), step)
         except torch.OutOfMemoryError as error:
-            return _failed(replace(row, mean_ms=0.0, median_ms=0.0, steps=0), error)
+            return _failed(replace(row, mean_ms=0.0, median_ms=0.0, steps=0, host_ms=0.0), error)
 
     # legroom
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from legroom.planners.auto import Auto
 from legroom.planners.kinds import kinds_of, kinds_of_ops, numbers
 from legroom.planners.local import Search, rounded
 from legroom.planners.varied import Programs, vary
+from legroom.tables import Floats, Ints
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 
@@ -76,6 +80,50 @@ def test_few_evaluations_are_few_here_too() -> None:
     with Programs(search) as programs:
         vary(search, programs, 300)
     assert search.count < 300 + 4 * evaluator.gaps + 100
+
+
+@pytest.mark.parametrize("name", ["vgg16", "bert"])
+def test_planning_goes_on_where_no_thread_can_be_started_any_more(name: str) -> None:
+    """The program's own end has begun, and a thread of it still plans: no more work can be handed to others then."""
+    code = f"""
+import threading
+from legroom import traceio
+from legroom.hardware import PRESETS
+from legroom.planners.auto import Auto
+trace = traceio.load({str(TRACES / f"{name}.json.gz")!r})
+
+def plan():
+    threading.main_thread().join()
+    print(Auto(evaluations=2000)(trace, PRESETS["h200"], {budget_at(recorded(name), 0.25)}).predicted_seconds)
+
+threading.Thread(target=plan).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert not done.stderr
+    plan = Auto(evaluations=2000)(recorded(name), machine("h200").hardware, budget_at(recorded(name), 0.25))
+    assert float(done.stdout) == plan.predicted_seconds
+
+
+def test_nothing_is_left_running_where_planning_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorded("unet")
+    search = Search(Evaluator(trace, machine("h200").hardware), budget_at(trace, 0.25), 100)
+    drawn: list[int] = []
+
+    def factors(self: Programs, kinds: Ints, off: float) -> Floats:
+        drawn.append(1)
+        if len(drawn) == 9:
+            raise KeyboardInterrupt
+        return np.ones(len(kinds))
+
+    monkeypatch.setattr(Programs, "factors", factors)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), Programs(search):
+        pass
+    assert threading.active_count() == before
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), Programs(search):
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -116,7 +117,7 @@ class Home:
         draw = Draw(evaluators[0], recompute, self.seed)
         found = _Found(draw.policies(1)[0])
         why: list[str] = []
-        with ThreadPoolExecutor(len(evaluators)) as pool:
+        with ThreadPoolExecutor(len(evaluators)) if len(evaluators) > 1 else nullcontext() as pool:
             for _ in range(self.swarms):
                 why.append(self._swarm(draw, found, evaluators, pool, budget_bytes))
                 if found.cost == _ERROR:
@@ -131,7 +132,12 @@ class Home:
         )
 
     def _swarm(
-        self, draw: Draw, found: _Found, evaluators: list[Evaluator], pool: ThreadPoolExecutor, budget_bytes: int
+        self,
+        draw: Draw,
+        found: _Found,
+        evaluators: list[Evaluator],
+        pool: ThreadPoolExecutor | None,
+        budget_bytes: int,
     ) -> str:
         """Algorithm 1. Returns why it ended."""
         swarm = [_Particle(policy, evaluators[0], budget_bytes) for policy in draw.policies(self.particles)]
@@ -293,10 +299,10 @@ def _in_parallel(
     function: Callable[[_Particle, Evaluator], int],
     swarm: list[_Particle],
     evaluators: list[Evaluator],
-    pool: ThreadPoolExecutor,
+    pool: ThreadPoolExecutor | None,
 ) -> int:
     """The sum of what the function returns for each particle."""
-    if len(evaluators) == 1:  # to hand particles to a thread would take longer than many of them take
+    if pool is None:  # to hand particles to a thread would take longer than many of them take
         return sum(function(particle, evaluators[0]) for particle in swarm)
     idle: SimpleQueue[Evaluator] = SimpleQueue()
     for evaluator in evaluators:

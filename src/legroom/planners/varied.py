@@ -9,6 +9,7 @@ that leads elsewhere, and what comes of it is improved, and mixed by exchanges t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -43,8 +44,7 @@ class Programs:
         self.kinds = numbers(kinds_of(trace), len(tables.gaps))
         kinds_of_op = numbers(kinds_of_ops(trace), len(tables.ops))
         floor = evaluator.evaluate(np.full(len(tables.gaps), SYNC, np.int8))[1]
-        self._pool = ThreadPoolExecutor(1)
-        self._starts: list[Future[Codes]] = []
+        self._programs: list[tuple[Tables, int]] = []
         for off, share in _PROGRAMS:
             ops, gaps = tables.ops.copy(), tables.gaps.copy()
             ops[:, O_NS] = ops[:, O_NS] * self.factors(kinds_of_op, off)
@@ -52,16 +52,23 @@ class Programs:
             for column in (G_OUT, G_IN):
                 gaps[:, column] = gaps[:, column] * copying
             budget = floor + int(share * (search.budget - floor))
-            self._starts.append(self._pool.submit(_start, tables._replace(ops=ops, gaps=gaps), budget))
+            self._programs.append((tables._replace(ops=ops, gaps=gaps), budget))
+        self._pool = ThreadPoolExecutor(1)
+        self._starts: list[Future[Codes]] = []
 
     def __enter__(self) -> Programs:
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end, or there may be no more threads
+            for program in self._programs:
+                self._starts.append(self._pool.submit(_start, *program))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def starts(self) -> Iterator[Codes]:
-        return (start.result() for start in self._starts)
+        """In the order of the programs. What no thread took is solved here."""
+        for number, program in enumerate(self._programs):
+            yield self._starts[number].result() if number < len(self._starts) else _start(*program)
 
     def factors(self, kinds: Ints, off: float) -> Floats:
         return np.exp(self.rng.normal(0.0, off, int(kinds.max(initial=0)) + 1))[kinds]
