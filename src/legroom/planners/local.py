@@ -188,14 +188,6 @@ class Search:
         self.count += 1
         return self.evaluator.judge_as_start(codes, self.budget)
 
-    def _changed(self, codes: Codes, gap: int, action: int) -> _Cost:
-        """What the plan costs with one gap changed."""
-        before = codes[gap]
-        codes[gap] = action
-        cost = self._judge(codes)
-        codes[gap] = before
-        return cost
-
     def _loop(self, compiled: Callable[..., Any], *arguments: object) -> Any:
         """What a loop returns beside how many plans it judged."""
         judged, *told = self.evaluator.loop(compiled, self.budget, *arguments)
@@ -211,8 +203,7 @@ class Search:
     def prices(self, codes: Codes, actions: tuple[int, ...], gaps: Ints) -> Prices:
         """What each single change costs, where it helps."""
         now_ns, _, excess = self._judge_as_start(codes)
-        places = (gaps[:, None] * CODES + np.array(actions)).ravel()
-        places = places[codes[places // CODES] != places % CODES][: max(0, self.most - self.count)]
+        places = _places(codes, gaps, actions)[: max(0, self.most - self.count)]
         costs = self._try(codes, places, 0, loops.ALL)[0]
         falls = excess - costs[:, 1]
         helps = (costs[:, 0] != NEVER) & (falls > 0)
@@ -358,17 +349,22 @@ class Search:
     def _improve(self, codes: Codes, *, until: int) -> Codes:
         """Change single gaps for the better, the highest win first, until nothing helps."""
         now_ns = self._judge(codes)[0]
-        actions = np.array((KEEP, *ACTIONS, *_LAST_RESORTS))
         changed = 1
         while changed and self.count < until:
-            places = (codes.nonzero()[0][:, None] * CODES + actions).ravel()
-            places = places[codes[places // CODES] != places % CODES]
+            places = _places(codes, codes.nonzero()[0], (KEEP, *ACTIONS, *_LAST_RESORTS))
             ns, excess = self._try(codes, places, now_ns, loops.WIN, until - self.count)[0].T
             gaps, chosen = places // CODES, places % CODES
             order = np.lexsort((gaps, chosen, ns))
             wins = order[((excess == 0) & ((ns < now_ns) | ((ns == now_ns) & (chosen == KEEP))))[order]]
             _, now_ns, changed = self._try(codes, places[wins], now_ns, loops.TAKE)
         return codes
+
+
+def _places(codes: Codes, gaps: Ints, actions: tuple[int, ...]) -> Ints:
+    """Of all changes of these gaps to these actions, gap by gap."""
+    places: Ints = (gaps[:, None] * CODES + np.array(actions)).ravel()
+    others: Ints = places[codes[places // CODES] != places % CODES]
+    return others
 
 
 def rounded(relaxed: Bound) -> Codes:
