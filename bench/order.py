@@ -61,8 +61,9 @@ _PREFACE = (
     "memory nobody arranges; `predicted` includes the pace of the first steps. The median of single steps by events on "
     "the device. `swapped` and `recomputed` are GiB in a step, `waited` is what the simulator says of waiting for "
     "copies, `host` what a fixed piece of Python took around the timing at worst: steps of many small ops wait for the "
-    "host, and it is not always as fast. ResNet-50 is not among the recorded traces: "
-    "`bench/record.py --only resnet50 traces` makes its trace, which `--make-plans` takes with `--traces traces`."
+    "host, and it is not always as fast. So there are residual nets with more to compute in each op, too. They are not "
+    "among the recorded traces: `bench/record.py --only resnet50,resnet152_batch384 traces` makes theirs, which "
+    "`--make-plans` takes with `--traces traces`."
 )
 
 

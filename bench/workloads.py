@@ -119,6 +119,11 @@ def resnet50(*, batch: int = 768, pixels: int = 224, device: str = "cuda") -> Wo
     return _residual(build(num_classes=1000), batch=batch, pixels=pixels, device=device)
 
 
+def resnet152_batch384(*, device: str = "cuda") -> Workload:
+    """The same for the deeper net: its ops are small at half of that, and plans were compared by what the host did."""
+    return resnet152(batch=384, device=device)
+
+
 def _residual(model: Any, *, batch: int, pixels: int, device: str) -> Workload:
     blocks = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
     return _images(model, blocks, batch=batch, pixels=pixels, classes=1000, device=device)
@@ -372,6 +377,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt": gpt,
     "gpt_batch4": gpt_batch4,
     "resnet152": resnet152,
+    "resnet152_batch384": resnet152_batch384,
     "resnet50": resnet50,
     "bert": bert,
     "bert_lengths": bert_lengths,
