@@ -25,31 +25,45 @@ def results(*sizes: tuple[int, float]) -> Results:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (((100, 0.2), (700, 1.9), (700, 2.0), (5000, 19.0)), ["met", "met", "not measured", "met"]),
-        (((100, 0.2), (700, 1.9), (690, 2.1), (5000, 20.1)), ["missed", "missed", "not measured", "met"]),
-        (((100, 0.2), (1500, 9.6)), ["not measured", "not measured", "not measured", "missed"]),
-        (((700, 1.0),), ["met", "not measured", "not measured", "not measured"]),
+        (((100, 0.2), (700, 1.9), (700, 2.0), (5000, 19.0)), ["met", "met", "met", "met", "met"]),
+        (((100, 0.2), (700, 1.9), (690, 2.1), (5000, 20.1)), ["missed", "met", "missed", "missed", "met"]),
+        (((100, 0.2), (1500, 9.6)), ["met", "met", "not measured", "not measured", "missed"]),
+        (((700, 1.0),), ["met", "met", "met", "not measured", "not measured"]),
     ],
 )
 def test_what_must_hold(sizes: tuple[tuple[int, float], ...], words: list[str]) -> None:
-    assert [verdict.word for verdict in verdicts(results(*sizes))] == words
+    """By storages, of which the largest have more than anything is promised for, and by gaps."""
+    known = results(*sizes)
+    rows = tuple(replace(row, storages=row.gaps if row.gaps <= 1500 else row.gaps + 1) for row in known.rows)
+    found = [verdict.word for verdict in verdicts(replace(known, rows=rows))]
+    assert found == words
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(2.0, "met"), (2.1, "missed")])
-def test_recorded_steps_are_judged_by_themselves(seconds: float, word: str) -> None:
-    """However few gaps they have; and nothing else is judged by them."""
+@pytest.mark.parametrize(
+    ("storages", "seconds", "words"),
+    [
+        (700, 2.0, ["met", "met"]),
+        (700, 2.1, ["missed", "met"]),
+        (701, 2.1, ["met", "met"]),
+        (5000, 20.1, ["met", "missed"]),
+        (5001, 20.1, ["met", "met"]),
+    ],
+)
+def test_recorded_steps_are_judged_by_their_storages(storages: int, seconds: float, words: list[str]) -> None:
+    """And nothing else is judged by them."""
     known = results((100, 0.2), (700, 1.9))
-    both = replace(known, rows=(*known.rows, replace(ROW, gaps=700, seconds=seconds, step="vgg16")))
-    assert [verdict.word for verdict in verdicts(both)] == ["met", "not measured", word, "met"]
+    more = replace(ROW, gaps=700, storages=storages, seconds=seconds, step="vgg16", processor_seconds=2.5)
+    both = replace(known, rows=(*known.rows, more))
+    assert [verdict.word for verdict in verdicts(both)] == [*words, "met", "not measured", "met"]
     assert both.sizes == known.sizes
-    assert f"{seconds:.2f} s for vgg16" in page(both)
+    assert "| vgg16 | 700 |" in page(both) and "2.50" in page(both)
     assert from_json(to_json(both)) == both
 
 
 def test_files_from_before_recorded_steps_were_planned_are_read() -> None:
     known = results((100, 0.2))
     document = json.loads(to_json(known))
-    del document["rows"][0]["step"]
+    del document["rows"][0]["step"], document["rows"][0]["processor_seconds"]
     assert from_json(json.dumps(document)) == known
 
 
