@@ -27,7 +27,6 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels.codes import AHEAD, Codes
 from legroom.plan import Plan, check_fits
-from legroom.planners.ahead import Ahead, Program
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.dtr import Dtr
 from legroom.planners.home import Home
@@ -38,7 +37,7 @@ from legroom.planners.optimal import Search as Neighbours
 from legroom.planners.sublinear import Sublinear
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.tensile import Tensile
-from legroom.planners.varied import Varied, vary
+from legroom.planners.varied import Programs, vary
 from legroom.planners.vdnn import Vdnn
 from legroom.schedule import codes_of
 
@@ -95,41 +94,34 @@ class Auto:
             return evaluator.plan(search.best, planner="auto", budget_bytes=budget_bytes)  # raises
         relaxed: Bound | None = None
         lowest_ns = 0.0
-        solves = self.bound or evaluator.gaps > _MOST_GREEDY
-        may_vary = self.thorough and evaluator.gaps <= _MOST_VARIED
-        # Coarser than the first: no longer on the way by the time it is known whether they are needed.
-        shares = [share for most, share in _TIGHTER if evaluator.gaps <= most]
-        tighter = [program for share in shares for program in _tighter(search, share, _COARSE_TICKS)]
-        with Ahead(tighter if solves and self.thorough and not may_vary else []) as solved:
-            if solves:
-                relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_TICKS)
-                lowest_ns = relaxed.seconds * 1e9
-                search.start_from("the linear program", rounded(relaxed))
-            if self.start is not None:
-                check_fits(trace, self.start)
-                search.start_from("the plan for more", _codes(self.start))
-            for start in solved.starts():
-                if search.best_ns <= lowest_ns * (1 + _CLOSE):
-                    break
-                search.start_from("a tighter linear program", start)
+        if self.bound or evaluator.gaps > _MOST_GREEDY:
+            relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_TICKS)
+            lowest_ns = relaxed.seconds * 1e9
+            search.start_from("the linear program", rounded(relaxed))
+        if self.start is not None:
+            check_fits(trace, self.start)
+            search.start_from("the plan for more", _codes(self.start))
+        open_ended = self.thorough and search.best_ns > lowest_ns * (1 + _CLOSE)
+        varied = open_ended and evaluator.gaps <= _MOST_VARIED
+        for most, share in _TIGHTER if open_ended and relaxed is not None and not varied else ():
+            if evaluator.gaps <= most and search.best_ns > lowest_ns * (1 + _CLOSE):
+                _start_tighter(search, share, most_ticks=_COARSE_TICKS)
         plans: list[Plan] = []
         with contextlib.ExitStack() as meanwhile:
-            varied = Varied(search) if may_vary and search.best_ns > lowest_ns * (1 + _CLOSE) else None
-            programs = meanwhile.enter_context(Ahead(varied.programs)) if varied is not None else None
+            programs = meanwhile.enter_context(Programs(search)) if varied else None
             if search.best_ns > lowest_ns * (1 + _NEAR) and evaluator.gaps <= _MOST_GREEDY:
                 search.greedy()
             if search.best_ns > lowest_ns * (1 + _AS_GOOD) and self.thorough:
                 plans = list(_asked(trace, hardware, budget_bytes))
                 for plan in plans:
                     search.consider(plan.planner, _codes(plan))
-            if varied is not None and programs is not None:
-                vary(search, varied, programs, int(_VARIED * self.evaluations))
+            if programs is not None:
+                vary(search, programs, int(_VARIED * self.evaluations))
                 search.most = search.count + self.evaluations // 4
         search.finish()
         if relaxed is not None and search.best_ns > lowest_ns * (1 + _FAR):
             search.most += self.evaluations
-            for program in _tighter(search, _SMALLER, _TICKS):
-                search.start_from("a tighter linear program", program.start())
+            _start_tighter(search, _SMALLER, most_ticks=_TICKS)
             search.finish()
         far = relaxed is None or search.best_ns > lowest_ns * (1 + _NEARER)
         if far and self.thorough and evaluator.gaps <= MOST_ANNEALED:
@@ -145,8 +137,8 @@ class Auto:
         return replace(best, planner="auto", lower_bound_seconds=stated)
 
 
-def _tighter(search: Search, share: float, most_ticks: int) -> list[Program]:
-    """The program of a smaller budget: this share of what is above the floor. None at the floor itself.
+def _start_tighter(search: Search, share: float, *, most_ticks: int) -> None:
+    """Start from the program of a smaller budget: this share of what is above the floor.
 
     Whole copies and replays need memory that the program grants them, and to repair a plan that is above the budget
     takes changes that the program knows nothing of; near the floor, long waits.
@@ -154,7 +146,9 @@ def _tighter(search: Search, share: float, most_ticks: int) -> list[Program]:
     evaluator = search.evaluator
     floor = evaluator.evaluate(np.full(evaluator.gaps, SYNC, np.int8))[1]
     smaller = floor + int(share * (search.budget - floor))
-    return [Program(evaluator.tables, smaller, most_ticks)] if smaller < search.budget else []
+    if smaller < search.budget:
+        relaxed = bound_of(evaluator.tables, smaller, most_ticks=most_ticks)
+        search.start_from("a tighter linear program", rounded(relaxed))
 
 
 def quick(planner: _Planner) -> _Planner:
