@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
@@ -24,6 +26,9 @@ def honest_plan(planner: Planner, trace: Trace, hardware: Hardware, part: int) -
         assert budget == refusal.budget_bytes < refusal.floor_bytes <= trace.peak_bytes
         assert f"({refusal.floor_bytes} bytes)" in str(refusal)
         budget = refusal.floor_bytes
+        with pytest.raises(BudgetError) as below:
+            planner(trace, hardware, budget - 1)
+        assert below.value.floor_bytes == budget
     schedule = lower(trace, plan, hardware)
     assert check_schedule(trace, schedule) == plan.predicted_peak_bytes <= budget
     assert simulate(trace, schedule, hardware).seconds == plan.predicted_seconds

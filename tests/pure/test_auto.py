@@ -371,3 +371,23 @@ def test_other_planners_start_as_always() -> None:
     trace = make_trace(86, forward=6)
     planner = PLANNERS["capuchin"]
     assert tighter(planner, SHORT(trace, LINK, budgets(trace)[2])) is planner
+
+
+def test_plans_of_replays_alone_are_found_where_nothing_leads_to_them() -> None:
+    """Copies wait and replays are long: random changes with swaps among them ended 16 % above this."""
+    trace = make_trace(7982353, forward=12)
+    assert len(trace.gaps) <= 40
+    hardware = dataclasses.replace(
+        SLOW,
+        out_bytes_per_second=1e7,
+        in_bytes_per_second=3.3e9,
+        duplex_out_bytes_per_second=1e7,
+        duplex_in_bytes_per_second=3.3e9,
+        latency_seconds=1e-6,
+        synchronous=True,
+        copy_compute_share=0.0,
+        host=HostCosts(swap_out=4.12e-5, prefetch=1.03e-4, await_=1.236e-4, replay_op=1.648e-4),
+    )
+    best = Checkmate(time_limit_seconds=5.0)(trace, hardware, 196_864).predicted_seconds
+    for planner in (Auto(), Optimal(time_limit_seconds=5.0)):
+        assert planner(trace, hardware, 196_864).predicted_seconds <= 1.01 * best

@@ -14,6 +14,7 @@ from legroom.ir import Trace
 from legroom.plan import Recompute, Swap
 from legroom.planners.checkmate import Checkmate
 from legroom.planners.optimal import REPLAYS
+from tests.pure.honest import honest_plan
 from tests.pure.strategies import hardwares, make_trace, traces
 from tests.pure.test_optimal import all_costs, budgets
 from tests.pure.test_planners import assert_honest
@@ -84,3 +85,8 @@ def test_it_is_deterministic() -> None:
     trace = make_trace(925, forward=5)
     budget = (floor_bytes(trace) + 2 * trace.peak_bytes) // 3
     assert QUICK(trace, PRESETS["cpu"], budget) == QUICK(trace, PRESETS["cpu"], budget)
+
+
+def test_the_floor_it_names_is_one() -> None:
+    """Single changes alone led to 233,984 bytes, and the program below that."""
+    honest_plan(Checkmate(), make_trace(815658, forward=15), LINK, 0)

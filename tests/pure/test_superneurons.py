@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
-from legroom.plan import Plan, Recompute, Swap
+from legroom.plan import Keep, Plan, Recompute, Swap
 from legroom.planners.capuchin import Capuchin
 from legroom.planners.superneurons import SuperNeurons
 from legroom.planners.vdnn import Vdnn
@@ -160,3 +160,13 @@ def test_with_fewer_swapped_the_peak_may_be_lower() -> None:
     """A step on which the floor that was named, with all of them swapped, was above what the planner then reached."""
     trace = make_trace(35812, forward=5)
     assert_rule_holds(SuperNeurons(cache=True), trace, PRESETS["cpu"], 0)
+
+
+@pytest.mark.parametrize("seed", [9, 15])
+def test_where_its_rule_takes_more_than_everything_does_everything_is_kept(seed: int) -> None:
+    trace = make_trace(seed, forward=5)
+    plan = SuperNeurons()(trace, LINK, trace.peak_bytes)
+    assert all(isinstance(decision, Keep) for decision in plan.decisions)
+    with pytest.raises(BudgetError) as caught:
+        SuperNeurons()(trace, LINK, trace.peak_bytes - 1)
+    assert caught.value.floor_bytes == trace.peak_bytes

@@ -66,9 +66,9 @@ _AS_GOOD = 1e-6  # that close to the bound, a plan is not worth improving
 # longer than all the rest.
 _OTHERS = (
     (500, Capuchin()),
-    (500, Mimose()),
-    (500, Tensile()),
-    (100, Dtr()),
+    (500, Mimose(descends=False)),
+    (500, Tensile(descends=False)),
+    (100, Dtr(descends=False)),
     (100, Sublinear()),
     (100, SuperNeurons()),
     (100, Vdnn()),
@@ -130,6 +130,9 @@ class Auto:
             search.finish()  # with what each annealing found
             closely = Neighbours(evaluator, budget_bytes, (*SWAPS, *REPLAYS), self.evaluations)
             search.consider(search.found_from, closely.improved(search.best, self.evaluations))
+            # Where swaps wait and replays are long, a plan of replays alone can be far from any other, and random
+            # changes do not come by.
+            search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 2), (KEEP, *REPLAYS))
         own = evaluator.plan(search.best, planner="auto", budget_bytes=budget_bytes, notes=_notes(search))
         # What others do with fetches ahead can be faster than what the search makes of it.
         best = min((own, *plans), key=lambda plan: plan.predicted_seconds)

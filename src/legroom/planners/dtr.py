@@ -36,6 +36,7 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
+from legroom.planners.floors import descended
 from legroom.planners.recipes import Recipe, recipe
 from legroom.units import format_bytes
 
@@ -44,27 +45,38 @@ from legroom.units import format_bytes
 class Dtr:
     corrections: int = 8  # how often the limit is lowered by what the exact peak is too high
     steps: int = 16  # then: limits from the plain peak down to where nothing may stay, the same whatever the budget
+    descends: bool = True  # and then limits a byte below the last peak, for as long as that leads lower
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         evaluator = Evaluator(trace, hardware)
         recipes = tuple(recipe(evaluator.tables, gap) for gap in range(evaluator.gaps))
         plain, lowest = (evaluator.evaluate(np.full(evaluator.gaps, code, np.int8))[1] for code in (KEEP, SYNC))
-        limit = budget_bytes
-        for _ in range(1 + self.corrections):
-            if limit < lowest:
-                break  # no plan keeps to it; the policy would evict and replay without end
-            play = _Play(evaluator, recipes, limit)
-            peak = evaluator.evaluate(play.codes)[1]
-            if peak <= budget_bytes:
-                return play.plan(budget_bytes)
-            limit -= peak - budget_bytes
-        floor = plain
-        for step in reversed(range(self.steps)):
-            play = _Play(evaluator, recipes, lowest + (plain - lowest) * step // self.steps)
-            peak = evaluator.evaluate(play.codes)[1]
-            if peak <= budget_bytes:
-                return play.plan(budget_bytes)
-            floor = min(floor, peak)
+
+        def corrected(budget_bytes: int) -> tuple[_Play | None, int]:
+            """The first play within the budget, and its peak; none, and that of no plan."""
+            limit = budget_bytes
+            for _ in range(1 + self.corrections):
+                if limit < lowest:
+                    break  # no plan keeps to it; the policy would evict and replay without end
+                play = _Play(evaluator, recipes, limit)
+                peak = evaluator.evaluate(play.codes)[1]
+                if peak <= budget_bytes:
+                    return play, peak
+                limit -= peak - budget_bytes
+            return None, plain
+
+        found = corrected(budget_bytes)
+        if found[1] > budget_bytes:
+            for step in reversed(range(self.steps)):
+                play = _Play(evaluator, recipes, lowest + (plain - lowest) * step // self.steps)
+                found = min(found, (play, evaluator.evaluate(play.codes)[1]), key=lambda found: found[1])
+                if found[1] <= budget_bytes:
+                    break
+            if self.descends:
+                found = descended(corrected, found, budget_bytes)
+        best, floor = found
+        if best is not None and floor <= budget_bytes:
+            return best.plan(budget_bytes)
         raise BudgetError(
             f"dtr's rule stops at {format_bytes(floor)} ({floor} bytes), the budget is {format_bytes(budget_bytes)}; "
             "raise the budget, or use planner auto, which also swaps",

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -39,28 +40,34 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
+from legroom.planners.floors import descended
 from legroom.units import format_bytes
 
 SIMILAR = 0.9  # of the largest in the bucket: line 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mimose:
+    descends: bool = True  # where the budget is missed, come as low as can be; else as with all layers checkpointed
+
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         evaluator = Evaluator(trace, hardware)
         layers = layers_of(evaluator)
         taken, peak = self._until_it_fits(evaluator, layers, budget_bytes)
         if peak > budget_bytes:
-            taken = layers
-            lowest = evaluator.evaluate(_checkpointed(evaluator, layers))[1]
-            floor = min(lowest, trace.peak_bytes)
-            if floor > budget_bytes:
+            every = layers, evaluator.evaluate(_checkpointed(evaluator, layers))[1]
+            nothing: tuple[tuple[Layer, ...], int] = (), trace.peak_bytes
+            taken, peak = min(every, nothing, key=lambda found: found[1])
+            if self.descends:
+                lower = partial(self._until_it_fits, evaluator, layers)
+                taken, peak = descended(lower, (taken, peak), budget_bytes)
+            if peak > budget_bytes:
                 raise BudgetError(
-                    f"mimose's rule stops at {format_bytes(floor)} ({floor} bytes) with all {len(layers)} layers "
-                    f"checkpointed, the budget is {format_bytes(budget_bytes)}; raise the budget, or use planner auto, "
-                    "which also swaps",
+                    f"mimose's rule stops at {format_bytes(peak)} ({peak} bytes) with {len(taken)} of {len(layers)} "
+                    f"layers checkpointed, the budget is {format_bytes(budget_bytes)}; raise the budget, or use "
+                    "planner auto, which also swaps",
                     budget_bytes=budget_bytes,
-                    floor_bytes=floor,
+                    floor_bytes=peak,
                 )
         names = ", ".join(layer.name for layer in taken) or "none"
         notes = (f"{len(taken)} of {len(layers)} layers checkpointed", f"in the order chosen: {names}")

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from legroom import tables as t
-from legroom.bound import Changes, Relaxation, Return, lower_bound
+from legroom.bound import Bound, Changes, Relaxation, Return, lower_bound
 from legroom.errors import BudgetError
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
@@ -36,6 +36,7 @@ from legroom.kernels import loops
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners import local
+from legroom.planners.floors import descended
 from legroom.planners.local import CHANGES, MOST_ANNEALED
 from legroom.tables import Floats, Ints, Tables
 from legroom.units import format_bytes
@@ -72,26 +73,46 @@ def solve(
     codes, said = np.full(evaluator.gaps, KEEP, np.int8), "not needed, as everything can be kept"
     if evaluator.judge(codes, budget_bytes)[2] > 0:
         search = Search(evaluator, budget_bytes, actions, knobs.evaluations)
-        starts = [_rounded(bound.swapped, bound.recomputed, actions)]
-        if bound.seconds < math.inf:
-            solution, said = _Whole(evaluator.tables, budget_bytes, actions, knobs).solved()
-            starts += [] if solution is None else [solution]
-        if SYNC in actions:
-            starts.append(search.least_peak())
-        found = search.best(starts)
+        found, said = _searched(search, bound, knobs)
         if found is None:
             least = search.least_peak()
+            floor = evaluator.evaluate(least)[1]
+            if evaluator.gaps <= MOST_ANNEALED:  # with more, every step takes as long as a plan
+                least, floor = descended(_lower(search, trace, hardware, knobs), (least, floor), budget_bytes)
+            if floor > budget_bytes:
+                raise _too_small(planner, floor, budget_bytes)
             found = search.best([least])
-            if found is None:
-                raise _too_small(planner, evaluator.evaluate(least)[1], budget_bytes)
+            assert found is not None
         codes = found
         if evaluator.gaps <= MOST_ANNEALED:
             annealed = local.Search(evaluator, budget_bytes, knobs.evaluations, start=found)
-            annealed.anneal(min(CHANGES * evaluator.gaps, knobs.evaluations // 8), (KEEP, *actions))
+            for some in dict.fromkeys(((KEEP, *actions), (KEEP, *REPLAYS))):  # see auto for the second
+                annealed.anneal(min(CHANGES * evaluator.gaps, knobs.evaluations // 8), some)
             codes = annealed.best
     notes = (f"integer program: {said}",)
     plan = evaluator.plan(codes, planner=planner, budget_bytes=budget_bytes, notes=notes)
     return replace(plan, lower_bound_seconds=bound.seconds)
+
+
+def _searched(search: Search, bound: Bound, knobs: Optimal) -> tuple[Codes | None, str]:
+    """The best plan within the budget, and what is to be said of the solution that it came from."""
+    starts, said = [_rounded(bound.swapped, bound.recomputed, search.actions)], "not possible"
+    if bound.seconds < math.inf:
+        solution, said = _Whole(search.evaluator.tables, search.budget, search.actions[1:], knobs).solved()
+        starts += [] if solution is None else [solution]
+    if SYNC in search.actions:
+        starts.append(search.least_peak())
+    return search.best(starts), said
+
+
+def _lower(search: Search, trace: Trace, hardware: Hardware, knobs: Optimal) -> Callable[[int], tuple[Codes, int]]:
+    def find(budget_bytes: int) -> tuple[Codes, int]:
+        tighter = Search(search.evaluator, budget_bytes, search.actions[1:], knobs.evaluations)
+        codes, _ = _searched(tighter, lower_bound(trace, hardware, budget_bytes), knobs)
+        kept: Codes = np.full(search.evaluator.gaps, KEEP, np.int8)
+        return (kept, trace.peak_bytes) if codes is None else (codes, search.evaluator.evaluate(codes)[1])
+
+    return find
 
 
 def _too_small(planner: str, floor: int, budget: int) -> BudgetError:

@@ -104,7 +104,12 @@ class SuperNeurons:
             drafts = (draft(count, at_once) for count in range(every + 1))
             floor, least = min(((check_schedule(trace, d[1]), d) for d in drafts), key=lambda found: found[0])
         if floor > budget_bytes:
-            raise above_budget("superneurons", floor=floor, budget_bytes=budget_bytes)
+            if trace.peak_bytes > budget_bytes:
+                raise above_budget("superneurons", floor=min(floor, trace.peak_bytes), budget_bytes=budget_bytes)
+            # Its replays took more than everything does.
+            kept = np.full(evaluator.gaps, KEEP, np.int8)
+            notes = ("everything is kept",)
+            return evaluator.plan(kept, planner="superneurons", budget_bytes=budget_bytes, notes=notes)
         count = (
             bisect_left(range(every), True, key=lambda count: within_budget(count) is not None) if self.cache else every
         )

@@ -44,6 +44,7 @@ from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
+from legroom.planners.floors import descended
 from legroom.planners.recipes import recipe
 from legroom.units import format_bytes
 
@@ -51,22 +52,28 @@ from legroom.units import format_bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensile:
     max_swapping_ratio: float = 1.0  # of the storages that have gaps
+    descends: bool = True  # where the budget is missed, come as low as can be; else as with all recomputed that helps
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.max_swapping_ratio <= 1.0:
             raise ValueError(f"max_swapping_ratio: expected 0 to 1, got {self.max_swapping_ratio}")
 
     def __call__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
-        job = _Job(Evaluator(trace, hardware), self.max_swapping_ratio)
-        lane: _Lane | None = _Lane()
-        while lane is not None and (hardware.copy_compute_share == 0.0 or job.peak() > budget_bytes):
-            lane = job.swap_one(lane)
-        swapped = job.codes.copy()
-        job.recompute(budget_bytes)
-        if job.peak() > budget_bytes:
-            job.codes[:] = swapped
-            job.recompute(0)
-        floor = job.peak()
+        evaluator = Evaluator(trace, hardware)
+
+        def find(budget_bytes: int, *, recompute_for: int | None = None) -> tuple[Codes, int]:
+            job = _Job(evaluator, self.max_swapping_ratio)
+            lane: _Lane | None = _Lane()
+            while lane is not None and (hardware.copy_compute_share == 0.0 or job.peak() > budget_bytes):
+                lane = job.swap_one(lane)
+            job.recompute(budget_bytes if recompute_for is None else recompute_for)
+            return job.codes, job.peak()
+
+        codes, floor = find(budget_bytes)
+        if floor > budget_bytes:
+            codes, floor = find(budget_bytes, recompute_for=0)
+            if self.descends:
+                codes, floor = descended(find, (codes, floor), budget_bytes)
         if floor > budget_bytes:
             raise BudgetError(
                 f"tensile's rule stops at {format_bytes(floor)} ({floor} bytes), the budget is "
@@ -74,9 +81,9 @@ class Tensile:
                 budget_bytes=budget_bytes,
                 floor_bytes=floor,
             )
-        counts = np.bincount(job.codes, minlength=5)
+        counts = np.bincount(codes, minlength=5)
         notes = (f"{counts[KEEP]} gaps kept, {counts[OVERLAP]} swapped, {counts[SHARED]} recomputed",)
-        return job.evaluator.plan(job.codes, planner="tensile", budget_bytes=budget_bytes, notes=notes)
+        return evaluator.plan(codes, planner="tensile", budget_bytes=budget_bytes, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
