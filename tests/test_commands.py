@@ -20,22 +20,24 @@ from hypothesis import strategies as st
 
 from legroom import traceio
 from legroom.cli import run
-from legroom.commands import scatter
+from legroom.commands import planning, scatter
 from legroom.commands.arguments import budgets_in, check_targets, hardware_of, slowdown_of
 from legroom.compare import Comparison, Judged, Row
 from legroom.errors import LegroomError
 from legroom.evaluate import floor_bytes
-from legroom.hardware import PRESETS
+from legroom.hardware import PRESETS, Hardware
 from legroom.hardware import to_json as hardware_to_json
-from legroom.plan import Keep, Swap
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Swap
 from legroom.plan import from_json as plan_from_json
 from legroom.plan import to_json as plan_to_json
 from legroom.planners import PLANNERS
+from legroom.planners.auto import Auto
 from legroom.schedule import check_schedule, lower
 from legroom.simulate import simulate
 from legroom.timeline import from_json as timeline_from_json
 from tests.pure.strategies import make_plan, make_trace
-from tests.pure.test_schedule import chain
+from tests.pure.test_schedule import LINK, chain
 
 TRACE = make_trace(11, forward=12)
 FLOOR, PEAK = floor_bytes(TRACE), TRACE.peak_bytes
@@ -473,3 +475,15 @@ def test_a_script_that_is_none_is_refused(files: Path, capsys: Printed) -> None:
     Path("script.txt").write_text(SCRIPT)
     assert "must end in .py" in complaint(capsys, "capture script.txt")
     assert "something else" in complaint(capsys, "capture script.txt --output script.txt")
+
+
+def test_what_a_solver_writes_does_not_get_into_the_plan(capfd: pytest.CaptureFixture[str]) -> None:
+    def noisy(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        os.write(1, b"a solver says something\n")
+        return Auto()(trace, hardware, budget_bytes)
+
+    trace = chain(6)
+    made = planning.make_plan(trace, LINK, noisy, budget_bytes=trace.peak_bytes, max_slowdown=None)
+    sys.stdout.write(f"{made.planner}\n")
+    told = capfd.readouterr()
+    assert told.out == "auto\n" and "a solver says something" in told.err

@@ -245,7 +245,10 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.nice(_NICE)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints does not answer
+    # Whoever prints does not answer; nor does a solver that writes to the descriptor itself.
+    answers = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     with contextlib.suppress(BrokenPipeError):
         serve(sys.stdin, answers)
 

@@ -335,3 +335,21 @@ def test_an_answer_to_another_question_is_none() -> None:
     assert read_answer(json.dumps(answer), 7)[0].planner == "none"
     with pytest.raises(ProcessError, match="another question"):
         read_answer(json.dumps(answer), 8)
+
+
+def test_what_a_solver_writes_to_the_descriptor_is_no_answer() -> None:
+    code = """
+        import os
+        from legroom import planprocess
+        answer = planprocess._answer
+        def noisy(line):
+            os.write(1, b"a solver says something" + bytes([10]))
+            return answer(line)
+        planprocess._answer = noisy
+        planprocess.main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, input="{}\n", capture_output=True, text=True, timeout=WAIT_SECONDS)
+    hello, answered = done.stdout.splitlines()
+    assert hello == HELLO and json.loads(answered)["kind"] == "plan answer"
+    assert "a solver says something" in done.stderr

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
 from legroom.compare import Judged, judge
 from legroom.hardware import Hardware
 from legroom.ir import Trace
@@ -16,10 +21,28 @@ def make_plan(
     trace: Trace, hardware: Hardware, planner: Planner, *, budget_bytes: int | None, max_slowdown: float | None
 ) -> Plan:
     """The plan for a budget, or the least peak at a slowdown."""
-    if budget_bytes is not None:
-        return planner(trace, hardware, budget_bytes)
-    assert max_slowdown is not None
-    return least_peak(planner, trace, hardware, max_slowdown)
+    with _nothing_printed():
+        if budget_bytes is not None:
+            return planner(trace, hardware, budget_bytes)
+        assert max_slowdown is not None
+        return least_peak(planner, trace, hardware, max_slowdown)
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Standard output is for the plan; a solver that writes to its descriptor goes to standard error."""
+    sys.stdout.flush()
+    try:
+        output = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def summary(trace: Trace, hardware: Hardware, plan: Plan) -> list[str]:
