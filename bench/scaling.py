@@ -42,7 +42,7 @@ from legroom.jsonio import Node, parse, read_text, write_text
 from legroom.planners.auto import Auto
 
 ROOT = Path(__file__).resolve().parents[1]
-KIND, VERSION = "scaling benchmark", 1
+KIND, VERSION = "scaling benchmark", 2
 SIZES = "100,300,700,1500,3000,5000"
 MACHINES = ("h200", "rtx2080ti-pcie3")
 SHARES = (0.75, 0.5, 0.25)
@@ -79,12 +79,12 @@ class Row:
     machine: str
     share: float
     seconds: float
+    processor_seconds: float
     program_seconds: float
     quick_seconds: float
     gap: float
     quick_gap: float
     step: str = MADE
-    processor_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.machine,
         f"{row.share:.0%}",
         f"{row.seconds:.2f}",
-        f"{row.processor_seconds:.2f}" if row.processor_seconds else "",
+        f"{row.processor_seconds:.2f}",
         f"{row.program_seconds:.2f}",
         f"{row.gap:.3%}",
         f"{row.quick_seconds:.2f}",
@@ -248,12 +248,17 @@ def from_json(text: str) -> Results:
 
 def _row_from(node: Node) -> Row:
     integers = ("gaps", "storages", "ticks")
-    numbers = {"share": 0.0, "program_seconds": 0.0, "quick_seconds": 0.0, "gap": -1.0, "quick_gap": -1.0}
-    fields = node.fields("machine", "seconds", *integers, *numbers, optional=("step", "processor_seconds"))
-    worked = fields.get("processor_seconds")
+    numbers = {
+        "share": 0.0,
+        "processor_seconds": 0.0,
+        "program_seconds": 0.0,
+        "quick_seconds": 0.0,
+        "gap": -1.0,
+        "quick_gap": -1.0,
+    }
+    fields = node.fields("machine", "seconds", *integers, *numbers, optional=("step",))  # older files have made ones
     return Row(
-        step=fields["step"].text() if "step" in fields else MADE,  # files from before recorded ones were planned
-        processor_seconds=worked.number(least=0.0, most=1e9) if worked is not None else 0.0,
+        step=fields["step"].text() if "step" in fields else MADE,
         machine=fields["machine"].text(),
         seconds=fields["seconds"].number(least=1e-6, most=1e9),
         **{name: fields[name].integer() for name in integers},

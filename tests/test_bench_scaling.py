@@ -15,7 +15,7 @@ from bench.scaling import Results, Row, ScalingError, from_json, growth, page, t
 
 ROOT = Path(__file__).parents[1]
 RUN = {"command": "python bench/scaling.py", "torch": "2.13.0"}
-ROW = Row(100, 300, 200, "h200", 0.5, 0.2, 0.1, 0.05, 0.001, -0.0001)
+ROW = Row(100, 300, 200, "h200", 0.5, 0.2, 0.3, 0.1, 0.05, 0.001, -0.0001)
 
 
 def results(*sizes: tuple[int, float]) -> Results:
@@ -63,7 +63,7 @@ def test_recorded_steps_are_judged_by_their_storages(storages: int, seconds: flo
 def test_files_from_before_recorded_steps_were_planned_are_read() -> None:
     known = results((100, 0.2))
     document = json.loads(to_json(known))
-    del document["rows"][0]["step"], document["rows"][0]["processor_seconds"]
+    del document["rows"][0]["step"]
     assert from_json(json.dumps(document)) == known
 
 
