@@ -241,7 +241,8 @@ class _Worker:
 
 def _work(pipe: Connection, trace: Trace, hardware: Hardware, planner: Planner) -> None:
     os.setsid()
-    os.dup2(2, 1)  # a solver may write there, where the table or the JSON goes
+    with contextlib.suppress(OSError):  # there is no standard error
+        os.dup2(2, 1)  # a solver may write there, where the table or the JSON goes
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Loads the compiled code, which is no part of what planning takes.
     evaluator = Evaluator(trace, hardware)

@@ -247,7 +247,8 @@ def main() -> None:
         os.nice(_NICE)
     # Whoever prints does not answer; nor does a solver that writes to the descriptor itself.
     answers = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115
-    os.dup2(2, 1)
+    with contextlib.suppress(OSError):  # there is no standard error
+        os.dup2(2, 1)
     sys.stdout = sys.stderr
     with contextlib.suppress(BrokenPipeError):
         serve(sys.stdin, answers)

@@ -31,14 +31,15 @@ def make_plan(
 @contextlib.contextmanager
 def _nothing_printed() -> Iterator[None]:
     """Standard output is for the plan; a solver that writes to its descriptor goes to standard error."""
-    sys.stdout.flush()
     try:
         output = os.dup(1)
     except OSError:  # there is none
         yield
         return
     try:
-        os.dup2(2, 1)
+        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # there is no standard error
+            os.dup2(2, 1)
         yield
     finally:
         os.dup2(output, 1)

@@ -11,7 +11,8 @@ end. The memory inside a replay (the paper's U, exact there) is left to the eval
 it goes above the budget.
 
 Guarantee: a plan within the budget, or BudgetError with the least peak found without swapping, by changes of one or two
-gaps at a time. The bound it states is that of all plans, those that swap included.
+gaps at a time and, with up to 50 gaps, by programs for less and less. The bound it states is that of all plans, those
+that swap included.
 """
 
 from __future__ import annotations
