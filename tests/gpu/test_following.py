@@ -43,7 +43,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, lengths: list[int]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.detach())
+            losses.append(loss.detach())
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
@@ -78,6 +78,8 @@ def test_the_same_bits_under_the_cap(share: float) -> None:
         torch.cuda.reset_peak_memory_stats()
         train(model, optimizer, LENGTHS[:12], room.step)
         assert torch.cuda.max_memory_reserved() <= budget
+        assert room._following is not None and room._following.rung is not None
+        assert room._following.rung.program.calls is not None  # or the mode is on for all of the step
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert report.followed is not None and report.sheltered_steps <= 10
     assert report.planned_steps >= 20

@@ -766,6 +766,46 @@ def test_a_wrong_replay_at_a_new_size_refuses_the_step(monkeypatch: pytest.Monke
     assert report.distrusted
 
 
+class ReadByAnOp:
+    """As on a GPU: to read a digest takes an op, and a call of PyTorch's."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._words = torch.tensor(list(digest), dtype=torch.uint8)
+
+    def arrived(self) -> bool:
+        return False
+
+    def value(self) -> bytes:
+        return bytes(self._words.clone().tolist())
+
+
+def test_calls_are_learned_while_every_size_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hear of the checks of a new size is no call of the program's: steps would look like others for ever, and the
+    mode stay on for all of them."""
+    recomputing(monkeypatch)
+    monkeypatch.setattr(CpuDevice, "answers_later", True)
+    monkeypatch.setattr(CpuDevice, "fingerprint", lambda self, storage, due=False: ReadByAnOp(self.digest(storage)))
+    torch.manual_seed(0)
+    net = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: net(torch.randn(1000, 64)).sum().backward(), net, optimizer)
+    gated = []
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for size in [1000, 800, 600, 900, 700, *range(960, 990, 3)]:
+            with room.step():
+                loss = net(torch.randn(size, 64)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loss.detach()
+            following = room._following
+            if following is not None:  # from the second size on
+                following.settle()
+                program = following.rung.program if following.rung is not None else None
+                gated.append(program is not None and program.calls is not None and program.lessons <= 2)
+    assert all(gated[-6:]), gated
+
+
 def test_what_was_proven_at_a_size_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All replays of a new size are compared, and none of them again when the size comes back."""
     recomputing(monkeypatch)
