@@ -64,6 +64,11 @@ class Evaluator:
         """(nanoseconds, peak bytes, bytes above the budget summed over all ticks), or IMPOSSIBLE."""
         return self._work(codes, budget_bytes, self._judged)
 
+    def judge_ahead(self, codes: Codes, ahead: Ints, budget_bytes: int) -> tuple[int, int, int]:
+        """As judge(), with AHEAD among the codes: how many ticks before the end of its gap each of these is fetched."""
+        self._ahead[:] = ahead
+        return self.judge(codes, budget_bytes)
+
     def judge_as_start(self, codes: Codes, budget_bytes: int) -> tuple[int, int, int]:
         """As judge(), but with the hooks at work even where everything is kept.
 

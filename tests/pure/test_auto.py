@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -333,6 +336,61 @@ def test_same_input_same_plan() -> None:
     assert dataclasses.asdict(Auto()) == {"evaluations": 16000, "bound": True, "thorough": True, "start": None}
 
 
+def where_nothing_leads_to_replays() -> tuple[Trace, Hardware, int]:
+    """Copies wait and replays are long: random changes with swaps among them end 16 % above a plan of replays alone."""
+    hardware = dataclasses.replace(
+        SLOW,
+        out_bytes_per_second=1e7,
+        in_bytes_per_second=3.3e9,
+        duplex_out_bytes_per_second=1e7,
+        duplex_in_bytes_per_second=3.3e9,
+        latency_seconds=1e-6,
+        synchronous=True,
+        copy_compute_share=0.0,
+        host=HostCosts(swap_out=4.12e-5, prefetch=1.03e-4, await_=1.236e-4, replay_op=1.648e-4),
+    )
+    return make_trace(7982353, forward=12), hardware, 196_864
+
+
+@pytest.mark.parametrize("late", ["nobody", "search", "thread", "no thread"])
+def test_the_plan_does_not_depend_on_who_is_done_first(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, hardware, budget = where_nothing_leads_to_replays()
+    expected = SHORT(trace, hardware, budget)
+    anneal = Search.anneal
+    threads: list[bool] = []
+
+    def slow(self: Search, changes: int, actions: Sequence[int]) -> None:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        if late == ("thread" if threads[-1] else "search"):
+            time.sleep(0.5)
+        anneal(self, changes, actions)
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Search, "anneal", slow)
+    if late == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", full)
+    assert SHORT(trace, hardware, budget) == expected
+    assert sorted(threads) == [False, late != "no thread"]
+
+
+@pytest.mark.parametrize("where", ["search", "thread"])
+def test_no_thread_is_left_where_planning_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    anneal = Search.anneal
+
+    def failing(self: Search, changes: int, actions: Sequence[int]) -> None:
+        if (threading.current_thread() is threading.main_thread()) == (where == "search"):
+            raise KeyboardInterrupt
+        anneal(self, changes, actions)
+
+    monkeypatch.setattr(Search, "anneal", failing)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        SHORT(*where_nothing_leads_to_replays())
+    assert threading.active_count() == before
+
+
 # What a plan costs the host beside an H200, as bench/gaps.py has it.
 A_HOST = HostCosts(
     tick=8e-6, swap_out=110e-6, release=50e-6, drop=60e-6, prefetch=90e-6, await_=30e-6, replay=40e-6, replay_op=38e-6
@@ -374,20 +432,8 @@ def test_other_planners_start_as_always() -> None:
 
 
 def test_plans_of_replays_alone_are_found_where_nothing_leads_to_them() -> None:
-    """Copies wait and replays are long: random changes with swaps among them ended 16 % above this."""
-    trace = make_trace(7982353, forward=12)
+    trace, hardware, budget = where_nothing_leads_to_replays()
     assert len(trace.gaps) <= 40
-    hardware = dataclasses.replace(
-        SLOW,
-        out_bytes_per_second=1e7,
-        in_bytes_per_second=3.3e9,
-        duplex_out_bytes_per_second=1e7,
-        duplex_in_bytes_per_second=3.3e9,
-        latency_seconds=1e-6,
-        synchronous=True,
-        copy_compute_share=0.0,
-        host=HostCosts(swap_out=4.12e-5, prefetch=1.03e-4, await_=1.236e-4, replay_op=1.648e-4),
-    )
-    best = Checkmate(time_limit_seconds=5.0)(trace, hardware, 196_864).predicted_seconds
+    best = Checkmate(time_limit_seconds=5.0)(trace, hardware, budget).predicted_seconds
     for planner in (Auto(), Optimal(time_limit_seconds=5.0)):
-        assert planner(trace, hardware, 196_864).predicted_seconds <= 1.01 * best
+        assert planner(trace, hardware, budget).predicted_seconds <= 1.01 * best

@@ -56,13 +56,17 @@ def test_the_evaluator_is_the_simulator_of_a_host_that_has_much_to_do(data: st.D
 
 def _assert_the_same(data: st.DataObject, hardware: Hardware) -> None:
     trace = data.draw(traces())
-    plan, _ = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
-    codes = np.minimum(codes_of(plan.decisions)[0], SHARED)  # the evaluator's vectors have no "ahead"
+    plan, schedule = lower_what_is_possible(trace, data.draw(plans_for(trace)), hardware)
+    codes, ahead = codes_of(plan.decisions)
+    timeline, peak = simulate(trace, schedule, hardware), check_schedule(trace, schedule)
+    evaluator = Evaluator(trace, hardware)
+    assert evaluator.judge_ahead(codes, ahead, peak) == (round(timeline.seconds * 1e9), peak, 0)
+    assert evaluator.curve().tolist() == [memory.peak_bytes for memory in timeline.memory]
+    codes = np.minimum(codes, SHARED)  # all its other vectors have no "ahead"
     plan = make_plan(trace, tuple(DECISIONS[code] for code in codes.tolist()))
     plan, schedule = lower_what_is_possible(trace, plan, hardware)
     codes = codes_of(plan.decisions)[0]
     timeline = simulate(trace, schedule, hardware)
-    evaluator = Evaluator(trace, hardware)
     expected = round(timeline.seconds * 1e9), check_schedule(trace, schedule)
     assert evaluator.evaluate(codes) == expected
     assert evaluator.curve().tolist() == [memory.peak_bytes for memory in timeline.memory]

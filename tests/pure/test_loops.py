@@ -1,4 +1,4 @@
-"""The compiled loops of the local search, against the same in plain Python, which asks the evaluator plan by plan."""
+"""The compiled loops of the searches, against the same in plain Python, which asks the evaluator plan by plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from legroom.ir import Trace
 from legroom.kernels import loops
 from legroom.kernels.codes import Codes
 from legroom.planners.local import CODES
-from legroom.tables import NEVER
+from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK
 from tests.pure.strategies import hardwares, traces
 
 ACTIONS = np.array((KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED))
@@ -216,4 +216,48 @@ def test_annealing(case: Case) -> None:
     assert told == (changes, best_ns)
     assert (found == best).all()
     assert (codes == now).all()
+    case.still_judges()
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_particle_follows_the_best(case: Case) -> None:
+    """Lines 3 to 14 of HOME's algorithm 3, with what was tried before left out."""
+
+    def cost(policy: Codes) -> tuple[int, int]:
+        ns, excess = case.cost(policy)
+        return (ns, int((policy != KEEP).sum())) if excess == 0 else (NEVER, 0)
+
+    def least(policy: Codes) -> list[int]:
+        """The bytes of each tick without all that may be away."""
+        out = tables.ticks[:, T_PEAK].copy()
+        for start, end, nbytes in tables.gaps[policy != KEEP][:, (G_START, G_END, G_BYTES)].tolist():
+            out[start:end] -= nbytes
+        return out.tolist()
+
+    tables = case.evaluator.tables
+    policy, p1 = case.codes.copy(), case.rng.choice(ACTIONS, case.gaps, p=(0.6, 0.1, 0.1, 0.1, 0.1)).astype(np.int8)
+    tried = case.rng.random((case.gaps, CODES)) < 0.2
+    left = tried.copy()
+    room = np.empty(len(tables.ticks), np.int64)
+    told = case.evaluator.loop(
+        loops.follow, case.budget, policy, p1, left, tables.gaps, tables.ticks, room, *cost(policy)
+    )
+
+    now, judged, trials, changed = case.codes.copy(), 0, 0, False
+    for gap in range(case.gaps):
+        action = int(p1[gap])
+        if action == now[gap] or tried[gap, action]:
+            continue
+        tried[gap, action] = True
+        trials += 1
+        then = now.copy()
+        then[gap] = action
+        judged += max(least(then)) <= case.budget
+        if cost(then) < cost(now):
+            now, changed, tried = then, True, np.zeros_like(tried)
+    assert told == (judged, trials, *cost(now), changed)
+    assert (policy == now).all()
+    assert (left == tried).all()
+    assert room.tolist() == least(now)
     case.still_judges()

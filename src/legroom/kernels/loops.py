@@ -1,9 +1,9 @@
-"""The inner loops of the local search, compiled: they ask for the cost of one plan after another, each a change or two
-away from the one before, and Python would take longer to ask than the answer takes.
+"""The inner loops of the local search and of the swarm, compiled: they ask for the cost of one plan after another, each
+a change or two away from the one before, and Python would take longer to ask than the answer takes.
 
-What each is for is said in `planners.local`, where it is called, by `Evaluator.loop()`. A plan's cost is here
-(nanoseconds, bytes above the budget summed over all ticks), both NEVER where a replay is impossible. Each returns how
-many plans it judged before all else, and leaves `codes` as it went on from them.
+What each is for is said in `planners.local` and `planners.home`, where it is called, by `Evaluator.loop()`. A plan's
+cost is here (nanoseconds, bytes above the budget summed over all ticks), both NEVER where a replay is impossible. Each
+returns how many plans it judged before all else, and leaves `codes` as it went on from them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from legroom.kernels.codes import KEEP, Codes
 from legroom.kernels.compiling import compiled, inlined, inner
 from legroom.kernels.lowering import lower_and_run
-from legroom.tables import NEVER, Floats, Ints
+from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Floats, Ints
 
 # (budget, what is above it whatever is done, by gap whether anything can be done about it, room for the codes with all
 # others kept, fetches ahead, whether the last plan was possible, the evaluator's arrays)
 View = tuple[int, int, Codes, Codes, Ints, Ints, tuple[Any, ...]]
+Bools = npt.NDArray[np.bool_]
 ALL, WIN, TAKE = 0, 1, 2  # what try_changes() does
 _RADIX = 16  # more than there are codes
 _OFF = 1.02  # times: so much may a price be above the next before that comes first
@@ -286,3 +290,70 @@ def anneal(
             _set(view, codes, second, before_second)
         penalty *= grows if now_excess else 1.0 / grows
     return len(gaps), found_ns
+
+
+@inner
+def _raise(least: Ints, start: int, end: int, nbytes: int, budget: int) -> int:
+    """Add to all of these ticks. Returns how many more of them are above the budget then."""
+    more = 0
+    for tick in range(start, end):
+        more -= least[tick] > budget
+        least[tick] += nbytes
+        more += least[tick] > budget
+    return more
+
+
+@compiled
+def follow(
+    view: View, epoch: int, policy: Codes, p1: Codes, tried: Bools, gaps: Ints, ticks: Ints, least: Ints, o2_ns: int,
+    o2_away: int,
+) -> tuple[int, int, int, int, bool]:  # fmt: skip
+    """HOME's algorithm 3, lines 3 to 14: (how many plans were judged, how many were tried, nanoseconds and gaps not
+    kept of the policy as it is left, whether it was changed).
+
+    tried: by gap and action, whether that was tried on this very policy. gaps, ticks: as in the tables. least: room for
+    the bytes of each tick without all that may be away. P2 is the policy itself.
+    """
+    budget = view[0]
+    _set_all(view, policy)
+    short = away = 0  # ticks at which even `least` is above the budget; gaps that are not kept
+    for tick in range(len(least)):
+        least[tick] = ticks[tick, T_PEAK]
+        short += least[tick] > budget
+    for gap in range(len(policy)):
+        if policy[gap] != KEEP:
+            short += _raise(least, gaps[gap, G_START], gaps[gap, G_END], -gaps[gap, G_BYTES], budget)
+            away += 1
+    judged = trials = 0
+    changed = False
+    for gap in range(len(policy)):
+        action, own = p1[gap], policy[gap]
+        if action == own or tried[gap, action]:
+            continue
+        tried[gap, action] = True
+        trials += 1
+        start, end = gaps[gap, G_START], gaps[gap, G_END]
+        goes = (action != KEEP) - (own != KEEP)
+        nbytes = goes * gaps[gap, G_BYTES]
+        # Of P1's action: O1.
+        _set(view, policy, gap, action)
+        if nbytes != 0:
+            short += _raise(least, start, end, -nbytes, budget)
+        faster, o1_ns = False, NEVER
+        if short == 0:
+            o1_ns, excess = _judge(view, epoch + judged)
+            judged += 1
+            faster = excess == 0 and (o1_ns < o2_ns or (o1_ns == o2_ns and away + goes < o2_away))
+        # The faster of the two is taken, P2's if they are equal.
+        if faster:
+            o2_ns = o1_ns
+            o2_away = away = away + goes
+            changed = True
+            for other in range(len(policy)):
+                for i in range(tried.shape[1]):
+                    tried[other, i] = False
+        else:
+            _set(view, policy, gap, own)
+            if nbytes != 0:
+                short += _raise(least, start, end, nbytes, budget)
+    return judged, trials, o2_ns, o2_away, changed

@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -125,19 +127,35 @@ class Auto:
             search.finish()
         far = relaxed is None or search.best_ns > lowest_ns * (1 + _NEARER)
         if far and self.thorough and evaluator.gaps <= MOST_ANNEALED:
-            search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 2), (KEEP, *SWAPS, *REPLAYS))
-            search.most = search.count + self.evaluations // 4
-            search.finish()  # with what each annealing found
-            closely = Neighbours(evaluator, budget_bytes, (*SWAPS, *REPLAYS), self.evaluations)
-            search.consider(search.found_from, closely.improved(search.best, self.evaluations))
+            changes = min(CHANGES * evaluator.gaps, self.evaluations // 2)
             # Where swaps wait and replays are long, a plan of replays alone can be far from any other, and random
             # changes do not come by.
-            search.anneal(min(CHANGES * evaluator.gaps, self.evaluations // 2), (KEEP, *REPLAYS))
+            alone = Search(Evaluator(trace, hardware), budget_bytes, self.evaluations, start=search.best.copy())
+            with _meanwhile(partial(alone.anneal, changes, (KEEP, *REPLAYS))) as annealed:
+                search.anneal(changes, (KEEP, *SWAPS, *REPLAYS))
+                search.most = search.count + self.evaluations // 4
+                search.finish()  # with what each annealing found
+                closely = Neighbours(evaluator, budget_bytes, (*SWAPS, *REPLAYS), self.evaluations)
+                search.consider(search.found_from, closely.improved(search.best, self.evaluations))
+                annealed()
+            search.count += alone.count
+            search.consider("annealing", alone.best)
         own = evaluator.plan(search.best, planner="auto", budget_bytes=budget_bytes, notes=_notes(search))
         # What others do with fetches ahead can be faster than what the search makes of it.
         best = min((own, *plans), key=lambda plan: plan.predicted_seconds)
         stated = relaxed.seconds if self.bound and relaxed is not None else None
         return replace(best, planner="auto", lower_bound_seconds=stated)
+
+
+@contextlib.contextmanager
+def _meanwhile(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Do this in a thread of its own. What is given is to be called before the end: it returns when the work is done,
+    which it does itself where no thread took it."""
+    with ThreadPoolExecutor(1) as pool:
+        done: Callable[[], None] = work
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end, or there may be no more threads
+            done = pool.submit(work).result
+        yield done
 
 
 def _start_tighter(search: Search, share: float, *, most_ticks: int) -> None:

@@ -53,11 +53,13 @@ Shortcuts that change nothing about what is found; of the 2n evaluations of a pa
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from queue import SimpleQueue
 
 import numpy as np
@@ -66,10 +68,11 @@ import numpy.typing as npt
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
 from legroom.ir import Trace
+from legroom.kernels import loops
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.kinds import kinds_of, numbers
-from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Ints
+from legroom.tables import NEVER
 
 _CODES = 1 + max(KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)
 _POINTS = 60  # of the convergence curve in the notes
@@ -78,6 +81,7 @@ _ALIKE = 3  # how much gaps of a kind have in common when they are drawn: 0 all,
 # are at most (the gaps of a layer), and how likely they are kept, swapped, swapped with waiting and recomputed.
 _RUNS, _BY_KIND, _LAYER = 4, 0.7, 4
 _ODDS = (0.35, 0.25, 0.05, 0.35)
+_EDGES = tuple(accumulate(_ODDS[:3]))
 
 _Cost = tuple[int, int]  # nanoseconds, and how many gaps are not kept
 _ERROR: _Cost = (NEVER, 0)
@@ -140,7 +144,7 @@ class Home:
         budget_bytes: int,
     ) -> str:
         """Algorithm 1. Returns why it ended."""
-        swarm = [_Particle(policy, evaluators[0], budget_bytes) for policy in draw.policies(self.particles)]
+        swarm = [_Particle(policy, budget_bytes) for policy in draw.policies(self.particles)]
         found.trials += _in_parallel(_Particle.evaluate, swarm, evaluators, pool)
         if swarm[0].cost == _ERROR:
             return "an error"
@@ -166,16 +170,14 @@ class Home:
                 return "no particle changes any more"
             swarm = _different(swarm)
             if self.restless:
-                swarm = self._drawn_anew(swarm, draw, evaluators[0], budget_bytes)
+                swarm = self._drawn_anew(swarm, draw, budget_bytes)
 
-    def _drawn_anew(
-        self, swarm: list[_Particle], draw: Draw, evaluator: Evaluator, budget_bytes: int
-    ) -> list[_Particle]:
+    def _drawn_anew(self, swarm: list[_Particle], draw: Draw, budget_bytes: int) -> list[_Particle]:
         """The best, those that an update still changes, and new ones near the best for all others."""
         best = min(swarm, key=lambda particle: particle.cost)
         stay = [best, *(particle for particle in swarm if particle.changed and particle is not best)]
         missing = self.particles - len(stay)
-        return [*stay, *(_Particle(draw.near(best.policy), evaluator, budget_bytes) for _ in range(missing))]
+        return [*stay, *(_Particle(draw.near(best.policy), budget_bytes) for _ in range(missing))]
 
 
 @dataclass(slots=True)
@@ -223,7 +225,7 @@ class Draw:
                 longest = len(gaps)
             count = int((longest + 1) ** (length * self._rng.random()))
             first = self._rng.integers(len(gaps) - count + 1)
-            drawn[gaps[first : first + count]] = self._rng.choice(self._actions, p=_ODDS)
+            drawn[gaps[first : first + count]] = self._actions[bisect_right(_EDGES, self._rng.random())]
         return np.where((drawn == self._actions[3]) & ~self._possible, policy, drawn)
 
 
@@ -241,58 +243,33 @@ def _recomputable(evaluator: Evaluator) -> npt.NDArray[np.bool_]:
 class _Particle:
     """A policy on its way, and what it costs: _ERROR if it is one, and before it is evaluated."""
 
-    def __init__(self, policy: Codes, evaluator: Evaluator, budget_bytes: int) -> None:
+    def __init__(self, policy: Codes, budget_bytes: int) -> None:
         self.policy = policy
         self.changed = False
         self.cost = _ERROR
         self._budget = budget_bytes
         self._evaluated = False
         self._tried = np.zeros((len(policy), _CODES), np.bool_)  # (gap, action), on this very policy
-        self._gaps = evaluator.tables.gaps
-        gone = self._gaps[policy != KEEP]
-        change = np.zeros(len(evaluator.tables.ticks) + 1, np.int64)
-        np.subtract.at(change, gone[:, G_START], gone[:, G_BYTES])
-        np.add.at(change, gone[:, G_END], gone[:, G_BYTES])
-        self._least: Ints = evaluator.tables.ticks[:, T_PEAK] + np.cumsum(change)[:-1]  # without all that may be away
 
     def evaluate(self, evaluator: Evaluator) -> int:
         """Returns the number of policies tried, as `update` does."""
         if self._evaluated:
             return 0
-        self.cost, self._evaluated = self._judge(evaluator), True
+        ns, _, excess = evaluator.judge(self.policy, self._budget)
+        self.cost = (ns, int(np.count_nonzero(self.policy))) if excess == 0 else _ERROR
+        self._evaluated = True
         return 1
 
     def update(self, evaluator: Evaluator, *, p1: Codes) -> int:
         """Lines 3 to 14 of algorithm 3. Returns the number of policies tried."""
-        self.changed = False
         trials = self.evaluate(evaluator)
-        for gap in np.flatnonzero(p1 != self.policy).tolist():
-            action, own = int(p1[gap]), int(self.policy[gap])
-            if self._tried[gap, action]:
-                continue
-            self._tried[gap, action] = True
-            self._set(gap, action)
-            trials += 1
-            o1, o2 = self._judge(evaluator), self.cost
-            if o1 < o2:
-                self.cost, self.changed = o1, True
-                self._tried[:] = False
-            else:
-                self._set(gap, own)
-        return trials
-
-    def _set(self, gap: int, action: int) -> None:
-        gone = int(action != KEEP) - int(self.policy[gap] != KEEP)
-        self.policy[gap] = action
-        if gone:
-            row = self._gaps[gap]
-            self._least[row[G_START] : row[G_END]] -= gone * row[G_BYTES]
-
-    def _judge(self, evaluator: Evaluator) -> _Cost:
-        if self._least.max(initial=0) > self._budget:
-            return _ERROR
-        ns, _, excess = evaluator.judge(self.policy, self._budget)
-        return (ns, int(np.count_nonzero(self.policy))) if excess == 0 else _ERROR
+        gaps, ticks = evaluator.tables.gaps, evaluator.tables.ticks
+        _, more, ns, away, self.changed = evaluator.loop(
+            loops.follow, self._budget, self.policy, p1, self._tried, gaps, ticks, np.empty(len(ticks), np.int64),
+            *self.cost,
+        )  # fmt: skip
+        self.cost = ns, away
+        return trials + int(more)
 
 
 def _in_parallel(

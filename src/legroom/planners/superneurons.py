@@ -35,7 +35,6 @@ memory, and the choice of convolution workspaces.
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -57,8 +56,7 @@ from legroom.planners.vdnn import (
     is_matmul,
     layer_by_layer,
 )
-from legroom.schedule import Schedule, check_schedule, lower, memory_curve
-from legroom.simulate import simulate
+from legroom.schedule import codes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +69,37 @@ class SuperNeurons:
         checkpoints = layers.checkpoints
         recomputed = _cost_aware(trace, evaluator, layers)
         ahead = _one_ahead(trace, checkpoints)
-        again = sum(isinstance(decision, Recompute) for decision in recomputed)
+        ends = [gap.end for gap in trace.gaps]
 
-        def draft(count: int, ahead: dict[int, int]) -> tuple[Plan, Schedule]:
+        def draft(count: int, ahead: dict[int, int]) -> _Draft:
             """With so many checkpoints out of the cache, the least recently used ones."""
             decisions = list(recomputed)
             for gap, swap in layer_by_layer(evaluator.tables, {gap: ahead[gap] for gap in checkpoints[:count]}).items():
                 decisions[gap] = swap
-            notes = (f"{len(decisions) - count - again} gaps kept, {count} swapped, {again} recomputed",)
-            plan = Plan(tuple(decisions), signature(trace), "superneurons", budget_bytes, 0, 0.0, notes)
-            return plan, lower(trace, plan, hardware)
+            nanoseconds, peak, _ = evaluator.judge_ahead(*codes_of(tuple(decisions)), budget_bytes)
+            return _Draft(tuple(decisions), count, nanoseconds, peak)
 
-        def within_budget(count: int) -> tuple[Plan, Schedule] | None:
+        def within_budget(count: int) -> _Draft | None:
             """Fetched ahead as far as there is room; None where that is not enough."""
             fetches = dict(ahead)
             while True:
-                plan, schedule = draft(count, fetches)
-                short = [tick for tick, _, peak in memory_curve(trace, schedule) if peak > budget_bytes]
-                early = {
-                    gap for gap in checkpoints[:count] if fetches[gap] and _stands(trace, gap, fetches[gap], short)
-                }
+                found = draft(count, fetches)
+                short = np.flatnonzero(evaluator.curve() > budget_bytes).tolist()
+                early = {gap for gap in checkpoints[:count] if fetches[gap] and _stands(ends[gap], fetches[gap], short)}
                 if not short or not early:
-                    return None if short else (plan, schedule)
+                    return None if short else found
                 fetches |= dict.fromkeys(early, 0)
 
         every = len(checkpoints)
         at_once = dict.fromkeys(checkpoints, 0)
         least = draft(every, at_once)
-        floor = check_schedule(trace, least[1])
-        if floor > budget_bytes and self.cache:
+        if least.peak_bytes > budget_bytes and self.cache:
             # Seldom, fewer take less: one that comes back may stand beside something that a kept one would not.
-            drafts = (draft(count, at_once) for count in range(every + 1))
-            floor, least = min(((check_schedule(trace, d[1]), d) for d in drafts), key=lambda found: found[0])
-        if floor > budget_bytes:
+            least = min((draft(count, at_once) for count in range(every + 1)), key=lambda found: found.peak_bytes)
+        if least.peak_bytes > budget_bytes:
             if trace.peak_bytes > budget_bytes:
-                raise above_budget("superneurons", floor=min(floor, trace.peak_bytes), budget_bytes=budget_bytes)
+                floor = min(least.peak_bytes, trace.peak_bytes)
+                raise above_budget("superneurons", floor=floor, budget_bytes=budget_bytes)
             # Its replays took more than everything does.
             kept = np.full(evaluator.gaps, KEEP, np.int8)
             notes = ("everything is kept",)
@@ -113,17 +107,29 @@ class SuperNeurons:
         count = (
             bisect_left(range(every), True, key=lambda count: within_budget(count) is not None) if self.cache else every
         )
-        plan, schedule = within_budget(count) or least
-        return dataclasses.replace(
-            plan,
-            predicted_peak_bytes=check_schedule(trace, schedule),
-            predicted_seconds=simulate(trace, schedule, hardware).seconds,
+        found = within_budget(count) or least
+        again = sum(isinstance(decision, Recompute) for decision in recomputed)
+        return Plan(
+            found.decisions,
+            signature(trace),
+            "superneurons",
+            budget_bytes,
+            found.peak_bytes,
+            found.nanoseconds / 1e9,
+            (f"{evaluator.gaps - found.swapped - again} gaps kept, {found.swapped} swapped, {again} recomputed",),
         )
 
 
-def _stands(trace: Trace, gap: int, ahead: int, ticks: list[int]) -> bool:
-    """Whether what is fetched so many ticks ahead is back too early at one of these ticks."""
-    end = trace.gaps[gap].end
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    decisions: tuple[Decision, ...]
+    swapped: int
+    nanoseconds: int
+    peak_bytes: int
+
+
+def _stands(end: int, ahead: int, ticks: list[int]) -> bool:
+    """Whether what is fetched so many ticks ahead of the end of its gap is back too early at one of these ticks."""
     at = bisect_left(ticks, end - ahead)
     return at < len(ticks) and ticks[at] < end
 
