@@ -16,9 +16,10 @@ import json
 import math
 import os
 import secrets
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from legroom.errors import LegroomError, quote
 LARGEST_TEXT_BYTES = 128 * 2**20
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_LONGEST_PATH = 200  # characters, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,11 @@ def parse(text: str, *, kind: str, version: int, error: type[LegroomError]) -> N
         )
     except RecursionError:
         raise error(f"{kind}: not readable, the JSON is nested too deeply") from None
-    except ValueError as cause:  # JSONDecodeError is one; so is an integer of more digits than Python converts
+    except json.JSONDecodeError as cause:
         raise error(f"{kind}: not readable as JSON: {cause}") from None
+    except ValueError as cause:  # a number, or a key that is there twice
+        path, odd = _odd_number(text)
+        raise error(f"{kind}{path}: {odd or f'not readable as JSON: {cause}'}") from None
     root = Node(value, kind, error)
     if not isinstance(value, dict):
         root.fail(f"expected an object, got {_type_of(value)}")
@@ -227,6 +232,60 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is too large")
     return value
+
+
+class _Odd(str):
+    """What is wrong with a number, in its place."""
+
+    __slots__ = ()
+
+
+def _odd_number(text: str) -> tuple[str, str]:
+    """Where the first number stands that cannot be read, and what is wrong with it; nothing where there is none.
+
+    Text that was refused is read once more for that: to look at each number takes longer.
+    """
+
+    def number(convert: Callable[[str], object]) -> Callable[[str], object]:
+        def read(digits: str) -> object:
+            try:
+                return convert(digits)
+            except ValueError as cause:
+                longest = sys.get_int_max_str_digits()
+                return _Odd(f"an integer of more than {longest} digits" if convert is int else cause)
+
+        return read
+
+    try:
+        value = json.loads(
+            text, parse_constant=number(_refuse_constant), parse_float=number(_finite), parse_int=number(int)
+        )
+    except (ValueError, RecursionError):
+        return "", ""
+    keys: list[object] = []  # that lead to where the walk is
+    inside: list[Iterator[tuple[object, Any]]] = [iter([(None, value)])]
+    while inside:
+        for key, entry in inside[-1]:
+            if type(entry) is _Odd:
+                path = "".join(map(_step_of_path, [*keys, key]))
+                return path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}...", str(entry)
+            if type(entry) is dict or type(entry) is list:
+                keys.append(key)
+                inside.append(iter(entry.items() if type(entry) is dict else enumerate(entry)))
+                break
+        else:
+            inside.pop()
+            if keys:
+                keys.pop()
+    return "", ""
+
+
+def _step_of_path(key: object) -> str:
+    if key is None:
+        return ""
+    if isinstance(key, int):
+        return f"[{key}]"
+    return f".{key}" if isinstance(key, str) and key.isidentifier() and len(key) <= 40 else f"[{quote(key)}]"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

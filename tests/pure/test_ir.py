@@ -214,6 +214,28 @@ def test_what_is_no_trace_is_refused(text: str) -> None:
         from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        ("NaN", "NaN is no number that JSON knows"),
+        ("-Infinity", "-Infinity is no number that JSON knows"),
+        ("1e999", "the number 1e999 is too large"),
+        ("9" * 5000, "an integer of more than 4300 digits"),
+    ],
+    ids=lambda text: text[:9],
+)
+@pytest.mark.parametrize("place", ["ops.seconds[2]", "storages.gaps[1][0]", "head_peak_bytes"])
+def test_a_number_that_cannot_be_read_is_named(place: str, number: str, said: str) -> None:
+    raw = json.loads(to_json(chain(3)))
+    node, *steps = [raw, *place.replace("]", "").replace("[", ".").split(".")]
+    for step in steps[:-1]:
+        node = node[int(step) if isinstance(node, list) else step]
+    node[int(steps[-1]) if isinstance(node, list) else steps[-1]] = "HERE"
+    with pytest.raises(TraceError) as refusal:
+        from_json(json.dumps(raw).replace('"HERE"', number))
+    assert str(refusal.value) == f"trace.{place}: {said}"
+
+
 def test_ids_are_indices() -> None:
     trace = chain(3)
     for field in ("storages", "ops"):

@@ -248,7 +248,7 @@ def test_json_holds_every_field_and_is_read_again(report: Report) -> None:
         ("budget_bytes", 0, "report.budget_bytes: expected an integer >= 1, got 0"),
         ("peak_bytes", 2**62, "report.peak_bytes: expected an integer <="),
         ("step_seconds", 1e300, "report.step_seconds: expected a number from 0 to 1e+09"),
-        ("pace", float("nan"), "NaN is no number"),
+        ("pace", float("nan"), "report.pace: NaN is no number"),
         ("more", 1, "unknown field 'more'"),
         ("gap", 0.5, "report.gap: expected None, as the seconds say, got 0.5"),
         ("predicted_curve", [1, "2"], "report.predicted_curve[1]: expected an integer"),
