@@ -75,8 +75,8 @@ _OTHERS = (
     (100, SuperNeurons()),
     (100, Vdnn()),
 )
-# Asked where gaps are few, as `_few_gaps` has it. With a third of the iterations, and annealing up to 50 gaps only, HOME
-# as it is by default was faster for 5 of 35 random steps of 20 to 120 gaps, by 1.7 % at most; now for one, by 0.5 %.
+# Asked where gaps are few, as `_few_gaps` has it. With a third of the iterations, and annealing up to 50 gaps, HOME by
+# default was faster for 5 of 35 random steps of 20 to 120 gaps, by 1.7 % at most; now for one, by 0.5 %.
 _SWARM = Home(swarms=1, iterations=60, patience=20, threads=1)
 # Gaps, and gaps times ticks: what an evaluation takes goes by those.
 _MOST_FEW, _MOST_SMALL = 120, 20_000
