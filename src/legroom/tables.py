@@ -20,6 +20,7 @@ from legroom.ir import Op, Trace, Value
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 NEVER = 2**62  # later than any op and any time; also the cost of what cannot be done
 

@@ -11,18 +11,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from legroom.kernels.codes import KEEP, Codes
 from legroom.kernels.compiling import compiled, inlined, inner
 from legroom.kernels.lowering import lower_and_run
-from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Floats, Ints
+from legroom.tables import G_BYTES, G_END, G_START, NEVER, T_PEAK, Bools, Floats, Ints
 
 # (budget, what is above it whatever is done, by gap whether anything can be done about it, room for the codes with all
 # others kept, fetches ahead, whether the last plan was possible, the evaluator's arrays)
 View = tuple[int, int, Codes, Codes, Ints, Ints, tuple[Any, ...]]
-Bools = npt.NDArray[np.bool_]
 ALL, WIN, TAKE = 0, 1, 2  # what try_changes() does
 _RADIX = 16  # more than there are codes
 _OFF = 1.02  # times: so much may a price be above the next before that comes first

@@ -63,7 +63,6 @@ from itertools import accumulate
 from queue import SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
 
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
 from legroom.hardware import Hardware
@@ -72,7 +71,7 @@ from legroom.kernels import loops
 from legroom.kernels.codes import Codes
 from legroom.plan import Plan
 from legroom.planners.kinds import kinds_of, numbers
-from legroom.tables import NEVER
+from legroom.tables import NEVER, Bools
 
 _CODES = 1 + max(KEEP, OVERLAP, SYNC, RECOMPUTE, SHARED)
 _POINTS = 60  # of the convergence curve in the notes
@@ -229,7 +228,7 @@ class Draw:
         return np.where((drawn == self._actions[3]) & ~self._possible, policy, drawn)
 
 
-def _recomputable(evaluator: Evaluator) -> npt.NDArray[np.bool_]:
+def _recomputable(evaluator: Evaluator) -> Bools:
     """The gaps that can be recomputed while all else is kept; the others cannot be, whatever the plan."""
     codes = np.full(evaluator.gaps, KEEP, np.int8)
     possible = np.zeros(evaluator.gaps, np.bool_)
