@@ -22,6 +22,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import profile
 
 from legroom.history import History
+from legroom.kerneltimes import Kernel, busy_seconds
 
 # Marks in the log. What lies inside OWN, TICK and PROOF was done by legroom; OP is one op that the mode saw.
 TICK = "legroom::tick"
@@ -169,7 +170,7 @@ class SampledLog:
         with _detaching(self._index):
             self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
-        return list(self._merged(_flatten(results.experimental_event_tree(), _kernel_seconds(results))))
+        return list(self._merged(_flatten(results.experimental_event_tree(), _kernels(results))))
 
     def sample(self) -> None:
         """What happened since the last look: up to the peak, and from there to where it stands."""
@@ -314,20 +315,18 @@ def _detaching(index: int) -> Iterator[None]:
         del os.environ[_DETACH]
 
 
-# From the end of a kernel to the start of the next that is waiting already: 1,770 of them took 1.4 to 4 ms on an H200.
-_BETWEEN_KERNELS_SECONDS = 1.5e-6
-
-
-def _kernel_seconds(results: Any) -> dict[int, float]:
-    """Device time by the id that ties a kernel to the op that launched it."""
-    seconds: dict[int, float] = defaultdict(float)
+def _kernels(results: Any) -> dict[int, list[Kernel]]:
+    """What ran on the device, by the id that ties it to the op that launched it."""
+    found: dict[int, list[Kernel]] = defaultdict(list)
     for event in results.events():
         if event.device_type() == torch._C._autograd.DeviceType.CUDA:
-            seconds[event.linked_correlation_id()] += event.duration_ns() * 1e-9 + _BETWEEN_KERNELS_SECONDS
-    return seconds
+            start_ns = event.start_ns()
+            kernel = Kernel(start_ns, start_ns + event.duration_ns(), event.device_resource_id())
+            found[event.linked_correlation_id()].append(kernel)
+    return found
 
 
-def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Iterator[tuple[int, Event]]:
+def _flatten(roots: list[Any], kernels: dict[int, list[Kernel]] | None) -> Iterator[tuple[int, Event]]:
     """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order.
 
     Of the program's ops only those of backward: in forward the marks around them stand for them.
@@ -370,8 +369,8 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
         if ours or (backward and deeper and not inside_op):
             thread = node.start_tid
             seconds = (node.end_time_ns - node.start_time_ns) * 1e-9
-            if kernel_seconds is not None:
-                seconds = _subtree_seconds(node, kernel_seconds)
+            if kernels is not None:
+                seconds = busy_seconds(_kernels_below(node, kernels))
             yield thread, Enter(name, seconds, "" if ours else _shapes(node), backward)
             stack.append((thread, Leave(name)))
         children = node.children
@@ -379,14 +378,12 @@ def _flatten(roots: list[Any], kernel_seconds: dict[int, float] | None) -> Itera
             stack.extend([(child, deeper, backward) for child in reversed(children)])
 
 
-def _subtree_seconds(node: Any, kernel_seconds: dict[int, float]) -> float:
-    total = 0.0
+def _kernels_below(node: Any, kernels: dict[int, list[Kernel]]) -> Iterator[Kernel]:
     stack = [node]
     while stack:
         inner = stack.pop()
-        total += kernel_seconds.get(inner.correlation_id, 0.0)
+        yield from kernels.get(inner.correlation_id, ())
         stack.extend(inner.children)
-    return total
 
 
 def _shapes(node: Any) -> str:

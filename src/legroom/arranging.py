@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, small_bytes
+from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, small_bytes, suffices
 from legroom.brim import UNARRANGED, Brim
 from legroom.errors import BudgetError
 from legroom.hardware import Hardware
@@ -22,7 +22,7 @@ from legroom.runtime.device import Device
 from legroom.schedule import Schedule, check_schedule, lower
 
 _PAGE_BYTES = 20 * 2**20  # memory is mapped by so much
-_CERTAIN, _GUESSED = 0.995, 0.985  # of the arena, where requests are known one by one, and where not
+_GUESSED = 0.985  # of the arena, where requests are not known one by one
 _SLOW_SECONDS = 10.0  # for a planner: then it is not asked time and again
 _SPARE_BYTES = 32 * 2**20  # for requests that are too small for the arena, beyond those that are known
 
@@ -102,15 +102,28 @@ def arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Sp
     # fit in the step.
     enough_bytes = int((peak_bytes - space.base_bytes) / UNARRANGED)
     arena_bytes = max(0, min(space.free_bytes, enough_bytes) // _PAGE_BYTES * _PAGE_BYTES)
-    spacers = find_spacers(
-        trace, schedule, _with_arena(space.pieces, int(arena_bytes * (_CERTAIN if trace.requests else _GUESSED)))
-    )
+    pieces = with_arena(space.pieces, arena_bytes if trace.requests else int(arena_bytes * _GUESSED))
+    spacers = find_spacers(trace, schedule, pieces)
     return Found(plan, schedule, hardware, brim, arena_bytes if spacers is not None else 0, spacers)
 
 
-def _with_arena(pieces: Sequence[Piece], arena_bytes: int) -> list[Piece]:
-    """The free memory once so much more has been mapped: at the end of all addresses, in one piece with what is free
-    there."""
-    last = next((piece for piece in pieces if piece.beyond_bytes == UNBOUNDED), Piece(0, UNBOUNDED))
-    rest = [piece for piece in pieces if piece is not last]
-    return [Piece(last.nbytes + arena_bytes, UNBOUNDED), *rest]
+def rearranged(found: Found, trace: Trace, pieces: Sequence[Piece]) -> Found:
+    """The same now that its arena is mapped, with other spacers where those do not do: it may lie elsewhere."""
+    if not found.arena_bytes or found.spacers is None or suffices(trace, found.schedule, pieces, found.spacers):
+        return found
+    return replace(found, spacers=find_spacers(trace, found.schedule, pieces))
+
+
+def with_arena(pieces: Sequence[Piece], arena_bytes: int) -> list[Piece]:
+    """The free memory once there is so much in one piece, mapped as the allocator does it: behind the first piece, by
+    addresses, that has room for it, with what is free there."""
+    out = list(pieces)
+    if any(piece.nbytes >= arena_bytes for piece in pieces):
+        return out
+    for place, (nbytes, beyond_bytes) in enumerate(pieces):
+        if nbytes + beyond_bytes >= arena_bytes:
+            mapped_bytes = min(-(-(arena_bytes - nbytes) // _PAGE_BYTES) * _PAGE_BYTES, beyond_bytes)
+            rest_bytes = beyond_bytes if beyond_bytes == UNBOUNDED else beyond_bytes - mapped_bytes
+            out[place] = Piece(nbytes + mapped_bytes, rest_bytes)
+            return out
+    return [*out, Piece(arena_bytes, UNBOUNDED)]

@@ -11,7 +11,7 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from legroom.arrange import Spacer
-from legroom.arranging import Found, arranged, find_arranged, space_on
+from legroom.arranging import Found, arranged, find_arranged, rearranged, space_on
 from legroom.assembling import correct
 from legroom.brim import Brim
 from legroom.curve import Curve
@@ -180,6 +180,10 @@ class Standing:
                 budget_bytes=self._budget_bytes,
                 floor_bytes=self.floor_bytes,
             )
+        self._arena_bytes = found.arena_bytes
+        self._map_arena()
+        if self._arena_bytes:
+            found = rearranged(found, trace, self._device.free_pieces())
         self._found, self._before = found, None
         self.brim = found.brim
         if self.brim is not None:
@@ -188,8 +192,6 @@ class Standing:
         self.plan = plan
         self._schedule = schedule
         self.program = Program(trace, schedule, spacers=found.spacers or ())
-        self._arena_bytes = found.arena_bytes
-        self._map_arena()
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._in_flight = [trace.storages[storage].nbytes for storage in swapped]
         self._device.prepare(self._in_flight)

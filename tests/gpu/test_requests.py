@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import legroom
-from legroom.arrange import requests
 from legroom.plan import signature
+from legroom.requested import requests
 from legroom.runtime.hashing import prepare_digests
-from legroom.schedule import Schedule
+from legroom.schedule import Replay, Schedule
 from tests.gpu.test_steps import MIB, Net, batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -66,3 +66,80 @@ def test_somebody_elses_history_is_left_alone() -> None:
     assert room.trace is not None and room.trace.requests == ()
     assert torch._C._cuda_isHistoryEnabled()
     assert torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+
+
+class Norms(torch.nn.Module):
+    """Normalisations with what may run in one pass with them, and something that swaps and replays reach into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 64, 3, padding=1)
+        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(6))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(64) for _ in range(6))
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = F.relu(norm(convolution(x)))
+        return self.head(F.max_pool2d(x, 2).mean((2, 3)))
+
+
+def large_requests(history: list[dict[str, int]]) -> list[int]:
+    """Sizes of what is asked for; negative where it goes."""
+    live: dict[int, int] = {}
+    found = []
+    for entry in history:
+        if entry["action"] == "alloc" and entry["size"] > MIB:
+            live[entry["addr"]] = -(-entry["size"] // 512) * 512
+            found.append(live[entry["addr"]])
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            found.append(-live.pop(entry["addr"]))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.35, 0.55, 0.75])
+def test_a_planned_step_asks_for_what_was_foretold(share: float) -> None:
+    torch.manual_seed(0)
+    model = Norms().cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+    y = torch.randint(10, (64,), device="cuda")
+
+    def work() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = legroom.capture(work, model=model, optimizer=optimizer)
+    floor = legroom.floor_bytes(trace)
+    budget = int(floor + share * (trace.peak_bytes - floor)) + 160 * MIB  # some is kept free under a cap
+    with legroom.fit(model, optimizer, budget=budget) as room:
+        for _ in range(24):
+            with room.step():
+                work()
+        standing = room._standing
+        assert room.trace is not None and room.trace.requests and standing._found is not None
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+        with room.step():
+            work()
+        torch.cuda.synchronize()
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.memory._record_memory_history(None)
+        found = standing._found
+    foretold: list[int] = []
+    live: dict[int, int] = {}
+    for key, nbytes in requests(room.trace, found.schedule):
+        if nbytes < 0:
+            foretold += [-spacer.nbytes for spacer in found.spacers or () if spacer.until == key]
+            foretold += [spacer.nbytes for spacer in found.spacers or () if spacer.tick == key]
+        elif nbytes > MIB:
+            live[key] = nbytes
+            foretold.append(nbytes)
+        elif nbytes == 0 and key in live:
+            foretold.append(-live.pop(key))
+    assert any(isinstance(i, Replay) for i in found.schedule.instructions)
+    assert large_requests(history) == foretold

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.arrange import UNBOUNDED, Arena, Event, Piece, Spacer, find_spacers, requests, small_bytes
+from legroom.arrange import UNBOUNDED, Arena, Piece, Spacer, find_spacers, small_bytes
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Trace
 from legroom.planners import PLANNERS
+from legroom.requested import Event, requests
 from legroom.schedule import Schedule, check_schedule, lower, memory_curve
 from legroom.traceio import load
 from tests.pure.strategies import make_trace

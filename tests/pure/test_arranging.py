@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from legroom import traceio
-from legroom.arrange import Piece
-from legroom.arranging import Found, Space, find_arranged
+from legroom.arrange import UNBOUNDED, Piece, suffices
+from legroom.arranging import Found, Space, find_arranged, rearranged, with_arena
 from legroom.brim import SHARES, Brim
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS, Hardware
@@ -84,3 +85,46 @@ def test_where_nothing_can_be_arranged_a_plan_is_taken_that_needs_no_arrangement
     assert answer.arena_bytes == 0
     assert answer.brim is not None
     assert not answer.brim.arranged
+
+
+PAGE = 20 * MIB
+
+
+@pytest.mark.parametrize(
+    ("pieces", "arena_bytes", "after"),
+    [
+        pytest.param([], 3 * PAGE, [(3 * PAGE, UNBOUNDED)], id="nothing there"),
+        pytest.param([(MIB, 0), (2 * MIB, UNBOUNDED)], PAGE, [(MIB, 0), (PAGE + 2 * MIB, UNBOUNDED)], id="at the end"),
+        pytest.param(
+            [(MIB, 2 * PAGE), (2 * MIB, 5 * PAGE), (3 * MIB, UNBOUNDED)],
+            3 * PAGE,
+            [(MIB, 2 * PAGE), (3 * PAGE + 2 * MIB, 2 * PAGE), (3 * MIB, UNBOUNDED)],
+            id="in the first stretch that has room",
+        ),
+        pytest.param([(0, 3 * PAGE), (0, UNBOUNDED)], 3 * PAGE, [(3 * PAGE, 0), (0, UNBOUNDED)], id="no piece before"),
+        pytest.param([(4 * PAGE, 0), (0, UNBOUNDED)], 3 * PAGE, [(4 * PAGE, 0), (0, UNBOUNDED)], id="there already"),
+        pytest.param(
+            [(PAGE + MIB, 0), (PAGE + MIB, UNBOUNDED)],
+            3 * PAGE,
+            [(PAGE + MIB, 0), (3 * PAGE + MIB, UNBOUNDED)],
+            id="some of it there",
+        ),
+    ],
+)
+def test_where_an_arena_is_mapped(
+    pieces: list[tuple[int, int]], arena_bytes: int, after: list[tuple[int, int]]
+) -> None:
+    assert with_arena([Piece(*piece) for piece in pieces], arena_bytes) == [Piece(*piece) for piece in after]
+
+
+def test_spacers_are_those_for_where_the_arena_lies(trace: Trace) -> None:
+    answer = found(Auto(evaluations=2000, thorough=False), trace, 0.97)
+    assert answer.spacers == ()
+    assert rearranged(answer, trace, with_arena(space(trace, 0.97).pieces, answer.arena_bytes)) is answer
+    # Less in one piece than was thought, and more elsewhere.
+    tried = [[Piece(answer.arena_bytes - less * MIB), Piece(300 * MIB)] for less in range(0, 2000, 20)]
+    pieces = next(pieces for pieces in tried if not suffices(trace, answer.schedule, pieces, ()))
+    other = rearranged(answer, trace, pieces)
+    assert other.spacers and suffices(trace, answer.schedule, pieces, other.spacers)
+    assert replace(other, spacers=()) == answer
+    assert rearranged(answer, trace, [Piece(MIB)]).spacers is None

@@ -32,6 +32,7 @@ ORDER = (
     "packing",
     "schedule",
     "peaks",
+    "requested",
     "arrange",
     "timeline",
     "simulate",
@@ -45,6 +46,7 @@ ORDER = (
     "report",
     "patience",
     "compare",
+    "kerneltimes",
     # torch
     "history",
     "alloclog",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import legroom
 from legroom.alloclog import GONE, OP, OWN, TICK, Block, Enter, Event, Leave, ProfilerLog
-from legroom.arrange import Piece, find_spacers, requests, small_bytes
+from legroom.arrange import Piece, find_spacers, small_bytes
 from legroom.blocks import _written_in_place, requests_of
 from legroom.curve import Curve, Move, RunOp, Segment, read_curve
 from legroom.errors import TraceError
@@ -24,6 +24,7 @@ from legroom.hardware import PRESETS
 from legroom.ir import Trace, validate
 from legroom.plan import signature
 from legroom.planners import PLANNERS
+from legroom.requested import requests
 from legroom.schedule import Schedule, lower, memory_curve
 from legroom.sizes import numbers_of, with_numbers
 from legroom.traceio import from_json, to_json

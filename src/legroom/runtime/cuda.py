@@ -109,7 +109,8 @@ def _allocator_settings(text: str) -> None:
 
 
 def pieces_of(segments: Sequence[Mapping[str, Any]]) -> list[Piece]:
-    """What is free in segments of one stream, as the allocator describes them."""
+    """What is free in segments of one stream, as the allocator describes them. A stretch that ends with a block in use
+    ends with a piece of no bytes, which could grow."""
     found: list[Piece] = []
     fixed = [segment for segment in segments if not segment.get("is_expandable")]
     # Stretches of one range of addresses: what lies between two has no memory.
@@ -121,8 +122,11 @@ def pieces_of(segments: Sequence[Mapping[str, Any]]) -> list[Piece]:
             beyond = growing[place + 1]["address"] - end if place + 1 < len(growing) else UNBOUNDED
         blocks = segment["blocks"]
         for number, block in enumerate(blocks):
+            last = number + 1 == len(blocks)
             if block["state"] == "inactive":
-                found.append(Piece(block["size"], beyond if number + 1 == len(blocks) else 0))
+                found.append(Piece(block["size"], beyond if last else 0))
+            elif last and beyond:
+                found.append(Piece(0, beyond))
     return found
 
 

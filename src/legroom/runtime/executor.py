@@ -191,7 +191,10 @@ class Executor:
             if light == 2:
                 self._statistics[number] = kept.tensor
             return kept
-        return self._pack(tensor)
+        packed = self._pack(tensor)
+        if type(packed) is Kept and packed.number in self.program.statistic_storages:
+            self._statistics[packed.number] = packed.tensor
+        return packed
 
     def _pack(self, tensor: torch.Tensor) -> Handle | Kept:
         # The common way through is written out: three quarters of a million hooks run in an epoch of a thousand steps.

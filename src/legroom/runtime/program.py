@@ -6,6 +6,7 @@ Made once for each plan and used by every step; what steps learn about the progr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ class Program:
                 first, second = (op.writes[place][0] for place in places)
                 if first not in moved and second not in moved:  # what goes is not to be held
                     self.statistics[i] = first, second
+        self.statistic_storages = frozenset(itertools.chain(*self.statistics.values()))
         self.all_ticks = self._ticks(range(len(trace.ticks)))
         self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         self._in_mode, self._replayed = in_mode, replayed
@@ -205,7 +207,7 @@ class Program:
     def _ticks(self, hooked: Sequence[int], needed: Container[int] | None = None) -> Ticks:
         """needed: storages that need an entry; None: all that might have to go."""
         trace = self.trace
-        kept = {storage for both in self.statistics.values() for storage in both}
+        kept = self.statistic_storages
         at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
         expected = []
         for tick in hooked:
@@ -263,7 +265,7 @@ class Program:
             # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
             needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
-            moved |= {storage for both in self.statistics.values() for storage in both}
+            moved |= self.statistic_storages
             hooked = needed_ticks(lesson.calls, ticks, moved)
             self.few_ticks = self._ticks(sorted(hooked), needed)
         self.calls = Calls(
