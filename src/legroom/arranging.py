@@ -80,7 +80,8 @@ def find_arranged(
             if found is None:
                 raise
             return found
-        slow = time.perf_counter() - began > _SLOW_SECONDS
+        # The first time, most of it may be compilation.
+        slow = ask is not planner and time.perf_counter() - began > _SLOW_SECONDS
         found = arranged(plan, trace, hardware, brim, space)
         if found.spacers is not None or not brim.arranged or usable <= space.floor_bytes:
             return found
@@ -97,14 +98,17 @@ def arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Sp
     peak_bytes = check_schedule(trace, schedule)
     if not schedule.instructions:
         return Found(plan, schedule, hardware, brim)
-    # A plan that takes less than it may needs no more than that. And not all of it is counted on: where what backward
-    # asks for was known by its sum only, three plans for the GPT in 16.1 GiB that had fitted to the last byte did not
-    # fit in the step.
+    # A plan that takes less than it may needs no more than that, if it can be arranged. And not all of it is counted on
+    # where what backward asks for is known by its sum only: three plans for the GPT in 16.1 GiB that had fitted to the
+    # last byte did not fit in the step.
     enough_bytes = int((peak_bytes - space.base_bytes) / UNARRANGED)
-    arena_bytes = max(0, min(space.free_bytes, enough_bytes) // _PAGE_BYTES * _PAGE_BYTES)
-    pieces = with_arena(space.pieces, arena_bytes if trace.requests else int(arena_bytes * _GUESSED))
-    spacers = find_spacers(trace, schedule, pieces)
-    return Found(plan, schedule, hardware, brim, arena_bytes if spacers is not None else 0, spacers)
+    for nbytes in sorted({min(space.free_bytes, enough_bytes), space.free_bytes}):
+        arena_bytes = max(0, nbytes // _PAGE_BYTES * _PAGE_BYTES)
+        pieces = with_arena(space.pieces, arena_bytes if trace.requests else int(arena_bytes * _GUESSED))
+        spacers = find_spacers(trace, schedule, pieces)
+        if spacers is not None:
+            return Found(plan, schedule, hardware, brim, arena_bytes, spacers)
+    return Found(plan, schedule, hardware, brim, 0, None)
 
 
 def rearranged(found: Found, trace: Trace, pieces: Sequence[Piece]) -> Found:

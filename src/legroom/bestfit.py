@@ -87,18 +87,19 @@ def _largest(sizes: Ints, count: int) -> int:
 
 @compiled
 def how_far(
-    keys: Ints, requests: Ints, spacers: Ints, starts: Ints, sizes: Ints, count: int, blocks: Ints, least_bytes: int,
-    edges: Ints,
-) -> tuple[int, int]:  # fmt: skip
-    """How many of a step's events go well, and the largest hole at the first that does not.
+    keys: Ints, requests: Ints, first: int, end: int, spacers: Ints, starts: Ints, sizes: Ints, count: int,
+    blocks: Ints, least_bytes: int, edges: Ints,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Up to which of a step's events, from `first` on and before `end`, all go well; the largest hole at the first that
+    does not, and how many holes there are.
 
     keys, requests: as arrange.Event, keys counted from 0. spacers: rows of tick, until, bytes, and room for an address.
-    starts, sizes: holes, `count` of them at the beginning, with room for one more than there are events. blocks: room
-    for an address and a size for each key. least_bytes: smaller requests are passed over. edges: as for
+    starts, sizes: holes, `count` of them before the first event, with room for one more than there are events. blocks:
+    room for an address and a size for each key. least_bytes: smaller requests are passed over. edges: as for
     `_beyond`.
     """
     rows = len(spacers) // 4
-    for place in range(len(keys)):
+    for place in range(first, end):
         key, nbytes = keys[place], requests[place]
         if nbytes < 0:
             for row in range(rows):
@@ -108,16 +109,16 @@ def how_far(
                 if spacers[4 * row] == key:
                     hole = _smallest(starts, sizes, count, spacers[4 * row + 2], edges)
                     if hole < 0:
-                        return place, _largest(sizes, count)
+                        return place, _largest(sizes, count), count
                     spacers[4 * row + 3] = starts[hole]
                     count = _take(starts, sizes, count, hole, spacers[4 * row + 2])
         elif nbytes > least_bytes:
             hole = _smallest(starts, sizes, count, nbytes, edges)
             if hole < 0:
-                return place, _largest(sizes, count)
+                return place, _largest(sizes, count), count
             blocks[2 * key], blocks[2 * key + 1] = starts[hole], nbytes
             count = _take(starts, sizes, count, hole, nbytes)
         elif nbytes == 0 and blocks[2 * key + 1] > 0:
             count = _give_back(starts, sizes, count, blocks[2 * key], blocks[2 * key + 1])
             blocks[2 * key + 1] = 0
-    return len(keys), 0
+    return end, 0, count

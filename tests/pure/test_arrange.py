@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.arrange import UNBOUNDED, Arena, Piece, Spacer, find_spacers, small_bytes
+from legroom.arrange import UNBOUNDED, Arena, Piece, Spacer, _QuickTrial, _trial, find_spacers, small_bytes
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
 from legroom.ir import Trace
@@ -199,3 +200,41 @@ def test_any_arrangement_that_is_found_holds(data: st.DataObject) -> None:
         assert len(set(spacers)) == len(spacers)
         assert all(0 <= s.tick < s.until < len(trace.ticks) for s in spacers)
         assert fits(list(requests(trace, schedule)), pieces, spacers)
+
+
+@given(st.integers(0, 10_000), st.integers(10, 400), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_a_trial_that_goes_on_from_another_ends_where_one_from_the_beginning_does(
+    seed: int, count: int, spacers: int
+) -> None:
+    rng = random.Random(seed)
+    events: list[Event] = []
+    live: list[int] = []
+    tick = -1
+    for key in range(count):
+        what = rng.random()
+        if what < 0.3 or tick < 0:
+            tick += 1
+            events.append(Event(tick, -1))
+        elif what < 0.7 or not live:
+            live.append(key)
+            events.append(Event(key, rng.randrange(2, 40) * MIB))
+        else:
+            events.append(Event(live.pop(rng.randrange(len(live))), 0))
+    pieces = [Piece(rng.randrange(1, 300) * MIB, rng.choice([0, 0, 100 * MIB])) for _ in range(rng.randrange(1, 5))]
+    pieces.append(Piece(rng.randrange(0, 100) * MIB, UNBOUNDED))
+    taken = []
+    for _ in range(spacers + 1):
+        first = rng.randrange(0, tick + 1)
+        taken.append(Spacer(first, first + rng.randrange(1, 9), rng.randrange(2, 60) * MIB))
+    quick = _QuickTrial(events, pieces)
+    for spacer in taken:  # each once by itself: the states are those of what it was started from
+        quick.start_from(())
+        quick.how_far(spacer)
+    quick.start_from(taken[:-1])
+    for _ in range(2):
+        before, slow = _trial(events, pieces, taken[:-1]), _trial(events, pieces, taken)
+        reached = before is None or taken[-1].tick <= before.tick
+        if reached:
+            expected = (len(events), 0) if slow is None else (slow.place, slow.largest_bytes)
+            assert quick.how_far(taken[-1]) == expected
