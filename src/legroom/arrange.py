@@ -33,12 +33,14 @@ from legroom.schedule import Schedule, memory_curve
 Ints = npt.NDArray[np.int64]
 
 LARGE_BYTES = 2**20  # smaller requests have pages of their own
-_MOST_TRIAL_EVENTS = 80_000_000  # that all trials would go through together, each from the beginning: 4 seconds
+_MOST_EVENTS = 60_000_000  # that all trials go through together: four seconds
 _WINDOWS = 60  # stretches of memory that a request might have had, those in which least stands
 _MOST_SPACERS = 14
 _MOST_BRANCHES = 400
 _AT_ONCE = 50  # spacers that are tried before another branch may be looked at
-_LOOK_COSTS = 20  # trials
+_MOST_POSSIBLE = 1500  # spacers that are thought of for a branch
+# What else takes time, in events of a trial: to begin one; a spacer to think of; an event where all has to be known.
+_TRIAL, _THOUGHT, _KNOWN = 300, 70, 60
 _EVENTS_BETWEEN_STATES = 64
 _LOOKED, _CHANCE = 0.002, 0.02  # of the way
 _FROM_THE_BEGINNING = (1.0, 0.97, 0.93, 0.85, 0.7, 0.5)
@@ -178,19 +180,16 @@ class _Search:
         self._random = random.Random(0)
 
     def found(self) -> tuple[Spacer, ...] | None:
-        left = _MOST_TRIAL_EVENTS // max(1, len(self._events))
         branches = [_Branch(self._quick.start_from(()), ())]
         known: set[tuple[int, int]] = set()
-        while left > 0 and branches:
+        while self._quick.events < _MOST_EVENTS and branches:
             branch = max(branches, key=self._promises)
             branch.looks += 1
             if branch.untried is None:
                 branch.untried = self._possible(branch.spacers)
-                left -= _LOOK_COSTS
             self._quick.start_from(branch.spacers)
             for _ in range(min(_AT_ONCE, len(branch.untried))):
                 spacer = branch.untried.pop()
-                left -= 1
                 came = self._quick.how_far(spacer)
                 if came[0] == len(self._events):
                     return (*branch.spacers, spacer)
@@ -214,9 +213,11 @@ class _Search:
         assert stop is not None
         spaced = [peak + _spaced(spacers, tick) for tick, peak in enumerate(self._peaks)]
         free_bytes = [self._most_bytes - nbytes for nbytes in itertools.accumulate(spaced, max)]
+        thought_of = list(itertools.islice(_candidates(stop, free_bytes), _MOST_POSSIBLE))
+        self._quick.events += _KNOWN * stop.place + _THOUGHT * len(thought_of)
         found = [
             spacer
-            for spacer in _candidates(stop, free_bytes)
+            for spacer in thought_of
             if spacer not in spacers and max(spaced[spacer.tick : spacer.until]) + spacer.nbytes <= self._most_bytes
         ]
         self._random.shuffle(found)
@@ -282,6 +283,7 @@ class _QuickTrial:
         self._edges = np.array(list(arena.edges.items()), np.int64).ravel()
         self._starts, self._sizes = np.zeros((2, len(events) + len(holes) + 1), np.int64)
         self._blocks = np.zeros(2 * len(numbers) + 2, np.int64)
+        self.events = 0  # gone through so far
         nothing = np.zeros(0, np.int64)
         self._states = [_State(0, nothing, holes[:, 0].copy(), holes[:, 1].copy(), self._blocks.copy())]
 
@@ -324,6 +326,7 @@ class _QuickTrial:
             LARGE_BYTES,
             self._edges,
         )
+        self.events += _TRIAL + int(end) - state.place
         return int(end), int(largest), int(count)
 
 
@@ -410,18 +413,17 @@ def _candidates(stop: _Stop, free_bytes: Sequence[int]) -> Iterator[Spacer]:
             if nbytes > LARGE_BYTES:
                 seen.add(Spacer(0, until, nbytes))
                 yield Spacer(0, until, nbytes)
-    for keys in windows:
-        for key in keys:
-            tick, hole_bytes = stop.born[key]
-            own_bytes = stop.blocks[key][1]
-            wanted = stop.nbytes
-            for nbytes in (own_bytes, wanted - own_bytes, wanted, wanted // 2, hole_bytes, hole_bytes - own_bytes):
-                for until in (tick + 1, tick + 2, stop.tick):
-                    spacer = Spacer(max(0, tick), until, nbytes // 512 * 512)
-                    inside = spacer.tick < until < len(free_bytes)
-                    if nbytes > LARGE_BYTES and inside and spacer not in seen:
-                        seen.add(spacer)
-                        yield spacer
+    for key in dict.fromkeys(itertools.chain(*windows)):  # a block may stand in several
+        tick, hole_bytes = stop.born[key]
+        own_bytes = stop.blocks[key][1]
+        wanted = stop.nbytes
+        for nbytes in (own_bytes, wanted - own_bytes, wanted, wanted // 2, hole_bytes, hole_bytes - own_bytes):
+            for until in (tick + 1, tick + 2, stop.tick):
+                spacer = Spacer(max(0, tick), until, nbytes // 512 * 512)
+                inside = spacer.tick < until < len(free_bytes)
+                if nbytes > LARGE_BYTES and inside and spacer not in seen:
+                    seen.add(spacer)
+                    yield spacer
 
 
 def _windows(stop: _Stop) -> list[list[int]]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legroom import arrange
 from legroom.arrange import UNBOUNDED, Arena, Piece, Spacer, _QuickTrial, _trial, find_spacers, small_bytes
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
@@ -238,3 +239,15 @@ def test_a_trial_that_goes_on_from_another_ends_where_one_from_the_beginning_doe
         if reached:
             expected = (len(events), 0) if slow is None else (slow.place, slow.largest_bytes)
             assert quick.how_far(taken[-1]) == expected
+
+
+def test_a_search_ends_and_finds_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, schedule, arena_bytes = planned("bert", 0.35, of=0.97)
+    pieces = [Piece(arena_bytes, UNBOUNDED)]
+    spacers = find_spacers(trace, schedule, pieces)
+    assert spacers
+    assert arrange.suffices(trace, schedule, pieces, spacers)
+    assert not arrange.suffices(trace, schedule, pieces, spacers[1:])
+    assert find_spacers(trace, schedule, pieces) == spacers
+    monkeypatch.setattr(arrange, "_MOST_EVENTS", 0)
+    assert find_spacers(trace, schedule, pieces) is None
