@@ -9,7 +9,7 @@ A step makes the same requests every time, so what happens can be worked out: a 
 one, and the plan adds its own. (A trace from a file has those of backward only by how the level moves between two
 ticks.) Where a request finds no hole, a *spacer* helps: a block that nobody uses, taken at one tick and given back at a
 later one, so that what is allocated meanwhile falls elsewhere, and the hole that is missing stays whole. Spacers are
-found by trial: each one is tried on the whole step, and those that let it come furthest stay.
+found by trial: one after another is added, mostly to those that let the step come furthest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ LARGE_BYTES = 2**20  # smaller requests have pages of their own
 _MOST_EVENTS = 60_000_000  # that all trials go through together: four seconds
 _WINDOWS = 60  # stretches of memory that a request might have had, those in which least stands
 _MOST_SPACERS = 14
+_MOST_STARTS = 20  # with other luck, where no branch is left before the time is over
 _MOST_BRANCHES = 400
 _AT_ONCE = 50  # spacers that are tried before another branch may be looked at
 _MOST_POSSIBLE = 1500  # spacers that are thought of for a branch
 # What else takes time, in events of a trial: to begin one; a spacer to think of; an event where all has to be known.
 _TRIAL, _THOUGHT, _KNOWN = 300, 70, 60
-_EVENTS_BETWEEN_STATES = 64
+_MOST_STATES, _LEAST_APART = 128, 64  # of a trial that others go on from; events
 _LOOKED, _CHANCE = 0.002, 0.02  # of the way
 _FROM_THE_BEGINNING = (1.0, 0.97, 0.93, 0.85, 0.7, 0.5)
 
@@ -147,7 +148,7 @@ def find_spacers(trace: Trace, schedule: Schedule, pieces: Sequence[Piece]) -> t
     pieces: the free memory at the beginning of a step. The step's peak is no higher with spacers.
     """
     events = _large(requests(trace, schedule))
-    if suffices(trace, schedule, pieces, ()):
+    if _fits(events, pieces, ()):
         return ()
     if _most_at_once(events) > sum(piece.nbytes for piece in pieces):
         return None  # however it lies
@@ -177,9 +178,18 @@ class _Search:
         self._peaks = peaks  # by tick
         self._most_bytes = most_bytes
         self._quick = _QuickTrial(events, pieces)
-        self._random = random.Random(0)
+        self._random = random.Random()  # seeded: the same arrangement every time
 
     def found(self) -> tuple[Spacer, ...] | None:
+        for seed in range(_MOST_STARTS):
+            self._random.seed(seed)
+            found = self._found()
+            if found is not None or self._quick.events >= _MOST_EVENTS:
+                return found
+        return None
+
+    def _found(self) -> tuple[Spacer, ...] | None:
+        """As luck has it: None where no branch is left."""
         branches = [_Branch(self._quick.start_from(()), ())]
         known: set[tuple[int, int]] = set()
         while self._quick.events < _MOST_EVENTS and branches:
@@ -226,8 +236,11 @@ class _Search:
 
 def suffices(trace: Trace, schedule: Schedule, pieces: Sequence[Piece], spacers: Sequence[Spacer]) -> bool:
     """Whether the step finds room for all its requests with these."""
-    events = _large(requests(trace, schedule))
-    return _QuickTrial(events, pieces).start_from(spacers)[0] == len(events)
+    return _fits(_large(requests(trace, schedule)), pieces, spacers)
+
+
+def _fits(events: list[Event], pieces: Sequence[Piece], spacers: Sequence[Spacer]) -> bool:
+    return _QuickTrial(events, pieces, states=1).start_from(spacers)[0] == len(events)
 
 
 def _large(events: Iterable[Event]) -> list[Event]:
@@ -271,7 +284,7 @@ class _QuickTrial:
     """As `_trial`, for those who want to know only how far the step comes: some 30 times as fast. One spacer more
     changes nothing before it is taken: so a trial goes on from a state of the one without it."""
 
-    def __init__(self, events: Sequence[Event], pieces: Sequence[Piece]) -> None:
+    def __init__(self, events: Sequence[Event], pieces: Sequence[Piece], *, states: int = _MOST_STATES) -> None:
         numbers: dict[int, int] = {}
         self._keys = np.array(
             [e.key if e.nbytes < 0 else numbers.setdefault(e.key, len(numbers)) for e in events], np.int64
@@ -284,6 +297,7 @@ class _QuickTrial:
         self._starts, self._sizes = np.zeros((2, len(events) + len(holes) + 1), np.int64)
         self._blocks = np.zeros(2 * len(numbers) + 2, np.int64)
         self.events = 0  # gone through so far
+        self._apart = max(_LEAST_APART, -(-len(events) // states))  # events from a state to the next
         nothing = np.zeros(0, np.int64)
         self._states = [_State(0, nothing, holes[:, 0].copy(), holes[:, 1].copy(), self._blocks.copy())]
 
@@ -294,7 +308,7 @@ class _QuickTrial:
         end, largest = state.place, 0
         while True:
             self._states.append(state)
-            upto = min(state.place + _EVENTS_BETWEEN_STATES, len(self._keys))
+            upto = min(state.place + self._apart, len(self._keys))
             end, largest, count = self._run(state, state.spacers.copy(), upto)
             if end < upto or upto == len(self._keys):
                 return end, largest
@@ -304,7 +318,7 @@ class _QuickTrial:
     def how_far(self, spacer: Spacer) -> tuple[int, int]:
         """The place of the first event that does not go well with this one more, or the number of all; and the largest
         hole there."""
-        states = min(self._place_of[spacer.tick] // _EVENTS_BETWEEN_STATES + 1, len(self._states))
+        states = min(self._place_of[spacer.tick] // self._apart + 1, len(self._states))
         state = self._states[states - 1]
         end, largest, _ = self._run(state, np.concatenate([state.spacers, _rows([spacer])]), len(self._keys))
         return end, largest

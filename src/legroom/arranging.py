@@ -102,9 +102,13 @@ def arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Sp
     # where what backward asks for is known by its sum only: three plans for the GPT in 16.1 GiB that had fitted to the
     # last byte did not fit in the step.
     enough_bytes = int((peak_bytes - space.base_bytes) / UNARRANGED)
-    for nbytes in sorted({min(space.free_bytes, enough_bytes), space.free_bytes}):
+    tried: list[list[Piece]] = []
+    for nbytes in (min(space.free_bytes, enough_bytes), space.free_bytes):
         arena_bytes = max(0, nbytes // _PAGE_BYTES * _PAGE_BYTES)
         pieces = with_arena(space.pieces, arena_bytes if trace.requests else int(arena_bytes * _GUESSED))
+        if pieces in tried:
+            break
+        tried.append(pieces)
         spacers = find_spacers(trace, schedule, pieces)
         if spacers is not None:
             return Found(plan, schedule, hardware, brim, arena_bytes, spacers)
@@ -113,7 +117,10 @@ def arranged(plan: Plan, trace: Trace, hardware: Hardware, brim: Brim, space: Sp
 
 def rearranged(found: Found, trace: Trace, pieces: Sequence[Piece]) -> Found:
     """The same now that its arena is mapped, with other spacers where those do not do: it may lie elsewhere."""
-    if not found.arena_bytes or found.spacers is None or suffices(trace, found.schedule, pieces, found.spacers):
+    mapped = any(piece.nbytes >= found.arena_bytes for piece in pieces)
+    if not found.arena_bytes or found.spacers is None or not trace.requests or not mapped:
+        return found  # nothing to arrange, or nothing known that would be better
+    if suffices(trace, found.schedule, pieces, found.spacers):
         return found
     return replace(found, spacers=find_spacers(trace, found.schedule, pieces))
 

@@ -7,19 +7,17 @@ it moves the same bytes. Whatever else reads the result has to wait for a pass o
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from legroom.ir import Op, Trace, Value
 
-_CASTS = ("aten._to_copy.default",)
+CASTS = ("aten._to_copy.default",)
 _RELUS = ("aten.relu_.default", "aten.relu.default")
 # What runs in the same pass; and that of a pass alone, as a share of the op's own time: estimated from the bytes that
 # they move. On an H200 a batch norm of 192 x 64 x 56 x 56 took 240 us, and a relu of it, which moves as much, 40.
-_FOLLOWERS = {"aten.native_layer_norm.default": _CASTS, "aten.native_batch_norm.default": _RELUS}
-FOLLOWERS = frozenset(itertools.chain(*_FOLLOWERS.values()))
+FOLLOWERS = {"aten.native_layer_norm.default": CASTS, "aten.native_batch_norm.default": _RELUS}
 _ONE_PASS = {"aten.native_layer_norm.default": 0.6, "aten.native_batch_norm.default": 0.2}
 
 
@@ -38,7 +36,7 @@ def with_short_replays(trace: Trace, short: Sequence[bool]) -> Trace:
     again: dict[int, float] = {}
     waiting: list[tuple[Op, float]] = []  # for a pass that writes out what they read
     for norm in norms:
-        one_pass, followers = norm.seconds * _ONE_PASS[norm.name], _FOLLOWERS[norm.name]
+        one_pass, followers = norm.seconds * _ONE_PASS[norm.name], FOLLOWERS[norm.name]
         others = readers[norm.writes[0]]
         followed = any(op.name in followers for op in others)
         again[norm.id] = 0.0 if followed else one_pass

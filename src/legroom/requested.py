@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from legroom.ir import Op, Trace
-from legroom.replayprice import FOLLOWERS
+from legroom.replayprice import CASTS, FOLLOWERS
 from legroom.schedule import Drop, Instruction, Prefetch, Release, Replay, Schedule
 
 _NOISE_BYTES = 2**19
+_ROUNDED_BYTES = 1024  # at most, twice: blocks come in multiples of 512 bytes
 
 
 class Event(NamedTuple):
@@ -196,30 +197,31 @@ class _Again:
         # By whom last.
         self._read = {storage: place for place, op in enumerate(self._ops) for storage, _ in op.reads}
         self._made: dict[int, None] = {}
-        # Normalisations that are not written out before somebody needs it, and what they are made from until then.
-        self._unwritten: dict[int, set[int]] = {}
+        # Normalisations that are not written out before somebody needs it: the op, and what it is made from.
+        self._unwritten: dict[int, tuple[str, set[int]]] = {}
 
     def requests(self) -> Iterator[Event]:
         for place, op in enumerate(self._ops):
             if self._waits(op):
-                self._unwritten[op.writes[0][0]] = {storage for storage, _ in op.reads}
+                for storage, _ in op.reads:
+                    yield from self._writes_out(storage, place)
+                self._unwritten[op.writes[0][0]] = op.name, {storage for storage, _ in op.reads}
             else:
-                yield from self._runs(op)
+                yield from self._runs(op, place)
             for storage in [s for s in self._unwritten if s not in self._targets and self._over(s, place)]:
                 del self._unwritten[storage]
             yield from self._lets_go(place)
         for storage in self._targets:
-            yield from self._writes_out(storage)
-        yield from self._lets_go(len(self._ops))
+            yield from self._writes_out(storage, len(self._ops))
 
     def _waits(self, op: Op) -> bool:
         """Whether it is a normalisation whose statistics are at hand, and needed for nothing else."""
         return op.short and not any(s in self._targets or s in self._read for s, _ in op.writes[1:])
 
-    def _runs(self, op: Op) -> Iterator[Event]:
+    def _runs(self, op: Op, place: int) -> Iterator[Event]:
         for number, (storage, _) in enumerate(op.reads):
-            if number > 0 or op.name not in FOLLOWERS:  # those run in the same pass
-                yield from self._writes_out(storage)
+            if number > 0 or not self._in_one_pass(op, storage):
+                yield from self._writes_out(storage, place)
         for storage, _ in op.writes:
             self._unwritten.pop(storage, None)
             yield from self._makes(storage)
@@ -227,9 +229,20 @@ class _Again:
             yield Event(-1 - len(self._trace.storages), op.workspace_bytes)
             yield Event(-1 - len(self._trace.storages), 0)
 
-    def _writes_out(self, storage: int) -> Iterator[Event]:
+    def _in_one_pass(self, op: Op, storage: int) -> bool:
+        """Whether it runs in one pass with the normalisation that it reads."""
+        norm, _ = self._unwritten.get(storage, ("", ()))
+        if op.name not in FOLLOWERS.get(norm, ()) or len(op.writes) != 1:
+            return False
+        source_bytes, nbytes = (self._trace.storages[s].nbytes for s in (storage, op.writes[0][0]))
+        # A cast only to half of the bits.
+        return op.name not in CASTS or abs(2 * nbytes - source_bytes) <= _ROUNDED_BYTES
+
+    def _writes_out(self, storage: int, place: int) -> Iterator[Event]:
+        """Before the op at this place; what it is made from may go."""
         if self._unwritten.pop(storage, None) is not None:
             yield from self._makes(storage)
+            yield from self._lets_go(place - 1)
 
     def _makes(self, storage: int) -> Iterator[Event]:
         if storage not in self._made:
@@ -238,7 +251,7 @@ class _Again:
             yield Event(key, self._trace.storages[storage].nbytes)
 
     def _lets_go(self, place: int) -> Iterator[Event]:
-        waited_for = set().union(*self._unwritten.values())
+        waited_for = set[int]().union(*(sources for _, sources in self._unwritten.values()))
         for storage in [s for s in self._made if s not in self._targets and s not in waited_for]:
             if self._over(storage, place):
                 del self._made[storage]

@@ -183,7 +183,8 @@ class Standing:
         self._arena_bytes = found.arena_bytes
         self._map_arena()
         if self._arena_bytes:
-            found = rearranged(found, trace, self._device.free_pieces())
+            with patience("looking for room for the plan"):
+                found = rearranged(found, trace, self._device.free_pieces())
         self._found, self._before = found, None
         self.brim = found.brim
         if self.brim is not None:
@@ -205,6 +206,16 @@ class Standing:
         if self._arena_bytes > 0:
             self._device.map_free(self._arena_bytes)
             self._retries = self._device.retries()  # what that took is not the steps'
+
+    def _map_arena_again(self) -> None:
+        """Of the plan that steps follow: it may lie elsewhere now, and other spacers be needed."""
+        self._map_arena()
+        found, trace = self._found, self.trace
+        if not self._arena_bytes or found is None or trace is None or self.program is None:
+            return
+        self._found = rearranged(found, trace, self._device.free_pieces())
+        if self._found is not found:
+            self.program = Program(trace, self._schedule, spacers=self._found.spacers or ())
 
     def _predict(self, trace: Trace, schedule: Schedule, hardware: Hardware) -> Timeline:
         self.floor_bytes = floor_bytes(trace)
@@ -355,7 +366,7 @@ class Standing:
                     self._setting.fallbacks["memory was in pieces, and the given plan stays: plan for less"] += 1
                 if rearranged and self._arena_bytes:  # its pages lie elsewhere now
                     self._device.merge_free()
-                    self._map_arena()
+                    self._map_arena_again()
                 return False
         self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
         self.calibrations, before = 0, self._before
@@ -413,7 +424,7 @@ class Standing:
             found = None
         most_seconds = simulated_seconds * _WORTH_ANOTHER
         if found is None or simulate(trace, found.schedule, found.hardware).seconds > most_seconds:
-            self._map_arena()  # the search gave it back
+            self._map_arena_again()  # the search gave it back
             return False
         ran = self._found
         self._adopt(trace, found)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom import traceio
+from legroom import arranging, traceio
 from legroom.arrange import UNBOUNDED, Piece, suffices
 from legroom.arranging import Found, Space, find_arranged, rearranged, with_arena
 from legroom.brim import SHARES, Brim
@@ -17,7 +17,8 @@ from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planners import Planner
 from legroom.planners.auto import Auto
-from legroom.schedule import check_schedule
+from legroom.requested import requests
+from legroom.schedule import Schedule, check_schedule
 
 TRACES = Path(__file__).parents[1] / "traces"
 H200 = PRESETS["h200"]
@@ -117,14 +118,40 @@ def test_where_an_arena_is_mapped(
     assert with_arena([Piece(*piece) for piece in pieces], arena_bytes) == [Piece(*piece) for piece in after]
 
 
+def with_requests(trace: Trace) -> Trace:
+    """As if those that are estimated for a trace from a file had been recorded."""
+    segments: list[list[tuple[int, int]]] = [[]]
+    for key, nbytes in requests(trace, Schedule((), "")):
+        if nbytes < 0:
+            segments.append([])
+        else:
+            segments[-1].append((key, nbytes))
+    return replace(trace, requests=tuple(map(tuple, segments)))
+
+
 def test_spacers_are_those_for_where_the_arena_lies(trace: Trace) -> None:
+    trace = with_requests(trace)
     answer = found(Auto(evaluations=2000, thorough=False), trace, 0.97)
     assert answer.spacers == ()
     assert rearranged(answer, trace, with_arena(space(trace, 0.97).pieces, answer.arena_bytes)) is answer
-    # Less in one piece than was thought, and more elsewhere.
-    tried = [[Piece(answer.arena_bytes - less * MIB), Piece(300 * MIB)] for less in range(0, 2000, 20)]
-    pieces = next(pieces for pieces in tried if not suffices(trace, answer.schedule, pieces, ()))
-    other = rearranged(answer, trace, pieces)
+    # Less in one piece than was thought.
+    sizes = (answer.arena_bytes - less * MIB for less in range(0, 2000, 10))
+    nbytes = next(n for n in sizes if not suffices(trace, answer.schedule, [Piece(n), Piece(300 * MIB)], ()))
+    pieces = [Piece(nbytes), Piece(300 * MIB)]
+    there = replace(answer, arena_bytes=nbytes)
+    other = rearranged(there, trace, pieces)
     assert other.spacers and suffices(trace, answer.schedule, pieces, other.spacers)
-    assert replace(other, spacers=()) == answer
-    assert rearranged(answer, trace, [Piece(MIB)]).spacers is None
+    assert replace(other, spacers=()) == there
+    # What was not mapped, or is not known, is no reason to give up what was found.
+    assert rearranged(answer, trace, [Piece(MIB)]) is answer
+    assert rearranged(there, replace(trace, requests=()), pieces) is there
+    assert rearranged(replace(there, arena_bytes=MIB), trace, [Piece(2 * MIB)]).spacers is None
+
+
+def test_what_is_the_same_in_pages_is_searched_once(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = space(trace, 0.2)
+    searched: list[list[Piece]] = []
+    monkeypatch.setattr(arranging, "find_spacers", lambda _, __, pieces: searched.append(list(pieces)))
+    plan = Auto(evaluations=1000, thorough=False)(trace, H200, given.budget_bytes * 9 // 10)
+    assert arranging.arranged(plan, trace, H200, Brim(given.budget_bytes), given).spacers is None
+    assert len(searched) == 1

@@ -12,16 +12,16 @@ from legroom.schedule import Drop, Replay, Schedule
 
 NORM, RELU, RELU_IN_PLACE = "aten.native_batch_norm.default", "aten.relu.default", "aten.relu_.default"
 CONVOLUTION = "aten.convolution.default"
-X, Y, MEAN, SCALE, POSITIVE, OUT = range(6)  # storages
-SIZES = {X: 100, Y: 200, MEAN: 1, SCALE: 2, POSITIVE: 300, OUT: 400}
+LAYER_NORM, CAST = "aten.native_layer_norm.default", "aten._to_copy.default"
+X, Y, MEAN, SCALE, POSITIVE, OUT, HALF = range(7)  # storages
+SIZES = {X: 1 << 20, Y: 2 << 20, MEAN: 1, SCALE: 2, POSITIVE: 3 << 20, OUT: 4 << 20, HALF: (1 << 20) + 512}
 WORKSPACE_BYTES = 7
 
 
 def op(number: int, name: str, reads: Sequence[Value], writes: Sequence[Value]) -> Op:
-    workspace = WORKSPACE_BYTES if name == NORM else 0
-    return Op(
-        number, name, "forward", 1e-3, 1e-6, tuple(reads), tuple(writes), workspace, "", "", "", short=name == NORM
-    )
+    short = name in (NORM, LAYER_NORM)
+    workspace = WORKSPACE_BYTES if short else 0
+    return Op(number, name, "forward", 1e-3, 1e-6, tuple(reads), tuple(writes), workspace, "", "", "", short=short)
 
 
 def replayed(ops: Sequence[tuple[str, Sequence[Value], Sequence[Value]]], target: int, *also: int) -> list[str]:
@@ -55,7 +55,9 @@ def replayed(ops: Sequence[tuple[str, Sequence[Value], Sequence[Value]]], target
 
 
 NORM_OF_X = NORM, [(X, 0)], [(Y, 0), (MEAN, 0), (SCALE, 0)]
+LAYER_NORM_OF_X = LAYER_NORM, *NORM_OF_X[1:]
 RELU_OF_Y = RELU, [(Y, 0)], [(POSITIVE, 0)]
+CAST_OF_Y = CAST, [(Y, 0)], [(HALF, 0)]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,39 @@ RELU_OF_Y = RELU, [(Y, 0)], [(POSITIVE, 0)]
         pytest.param(
             [(CONVOLUTION, [(OUT, 0)], [(X, 0)]), NORM_OF_X, RELU_OF_Y], [POSITIVE], "+0 +4 -0", id="its source stays"
         ),
+        pytest.param(
+            [(CONVOLUTION, [(OUT, 0)], [(X, 0)]), NORM_OF_X, (CONVOLUTION, [(Y, 0)], [(OUT, 1)])],
+            [OUT],
+            "+0 +1 -0 +5 -1",
+            id="its source goes once it is written out",
+        ),
+        pytest.param(
+            [(CONVOLUTION, [(OUT, 0)], [(X, 0)]), NORM_OF_X, (CONVOLUTION, [(Y, 0), (X, 0)], [(OUT, 1)])],
+            [OUT],
+            "+0 +1 +5 -0 -1",
+            id="its source is read by the op, too",
+        ),
+        pytest.param(
+            [(CONVOLUTION, [(OUT, 0)], [(X, 0)]), NORM_OF_X, RELU_OF_Y],
+            [Y, POSITIVE],
+            "+0 +4 +1 -0",
+            id="its source stays until the end",
+        ),
+        pytest.param(
+            [NORM_OF_X, (NORM, [(Y, 0)], [(POSITIVE, 0), (MEAN, 1), (SCALE, 1)])],
+            [POSITIVE],
+            "+1 +4 -1",
+            id="one after another",
+        ),
+        pytest.param([NORM_OF_X, CAST_OF_Y], [HALF], "+1 +6 -1", id="batch norm and cast: not in one pass"),
+        pytest.param([LAYER_NORM_OF_X, CAST_OF_Y], [HALF], "+6", id="layer norm and cast"),
+        pytest.param(
+            [LAYER_NORM_OF_X, (CAST, [(Y, 0)], [(OUT, 1)])],
+            [OUT],
+            "+1 +5 -1",
+            id="a cast to more bits",
+        ),
+        pytest.param([LAYER_NORM_OF_X, RELU_OF_Y], [POSITIVE], "+1 +4 -1", id="layer norm and relu: not in one pass"),
         pytest.param(
             [NORM_OF_X, (RELU_IN_PLACE, [(Y, 0)], [(Y, 1)])], [Y], "+1", id="what follows writes in place of it"
         ),

@@ -20,8 +20,10 @@ import legroom
 from legroom.hardware import Hardware
 from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Recompute, Swap, signature
-from legroom.runtime import fused
+from legroom.runtime import fused, replay
+from legroom.runtime.calls import Gate
 from legroom.runtime.device import CpuDevice
+from legroom.runtime.executor import Executor
 from tests.harness import assert_same, run_plain, run_room
 from tests.runtime.test_random_plans import BUDGET_BYTES, MIXTURES, admit, random_planner
 from tests.zoo import Case, built, sgd
@@ -389,3 +391,34 @@ def test_statistics_that_the_plan_moves_are_not_held(written: Counter[str]) -> N
     assert any(rooms[0].trace.storages[storage].nbytes == rows * 4 for storage in swapped)
     assert not rooms[0]._standing.program.statistics
     assert "released later than planned" not in report.fallbacks
+
+
+@pytest.mark.parametrize("mixture", ["recompute-all", "mostly-recompute"])
+@pytest.mark.parametrize("few_hooks", [False, True])
+def test_every_step_has_a_use_for_the_same_statistics(
+    written: Counter[str], monkeypatch: pytest.MonkeyPatch, few_hooks: bool, mixture: str
+) -> None:
+    """One that is measured too, and where something else is to be done when they are saved."""
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    short: Counter[int] = Counter()  # by step
+    known: dict[int, bool] = {}  # whether its calls were
+    measured: set[int] = set()
+    normalised, finish = replay.normalised, Executor.finish
+
+    def counted(*args: Any) -> fused.Normalised | None:
+        found = normalised(*args)
+        short[len(known)] += found is not None
+        return found
+
+    def finished(self: Executor) -> None:
+        finish(self)
+        if self.measured:
+            measured.add(len(known))
+        known[len(known)] = isinstance(self._calls, Gate)
+
+    monkeypatch.setattr(replay, "normalised", counted)
+    monkeypatch.setattr(Executor, "finish", finished)
+    planner = random_planner(MIXTURES[mixture], seed=3)
+    run_room(CASES["images"](), partial(legroom.fit, budget=BUDGET_BYTES, planner=planner), planned_steps=8)
+    assert any(known[step] for step in measured) and not all(known.values())
+    assert len({short[step] for step in known}) == 1 and short[0] > 0, (short, known, measured)

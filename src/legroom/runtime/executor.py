@@ -165,7 +165,7 @@ class Executor:
         if self._calls is not None:
             self._calls.resume()
         with no_counting(), no_dispatch(), mark(TICK):
-            return self._pack(tensor)
+            return self._with_statistics(self._pack(tensor))
 
     def _measured_unpack(self, packed: Handle | Kept) -> torch.Tensor:
         with no_dispatch(), mark(TICK):
@@ -191,7 +191,10 @@ class Executor:
             if light == 2:
                 self._statistics[number] = kept.tensor
             return kept
-        packed = self._pack(tensor)
+        return self._with_statistics(self._pack(tensor))
+
+    def _with_statistics(self, packed: Handle | Kept) -> Handle | Kept:
+        """What was saved in a call that is known, noted where a replay has a use for it."""
         if type(packed) is Kept and packed.number in self.program.statistic_storages:
             self._statistics[packed.number] = packed.tensor
         return packed
