@@ -2,8 +2,8 @@
 
 A trace has what the program asks for, and the plan adds its own. (A trace from a file has no requests: what backward
 asks for is then known only by how the level moves between two ticks.) What comes of it where memory is short is worked
-out in `arrange`, and that is only as good as this: on an H200 every address of a step of GPT, 760 of them up to where
-it ran out of room, was the one foretold.
+out in `arrange`, and that is only as good as this: on an H200 all 2,707 requests of a step of GPT at 25% of its range
+came in the order foretold, and every block had the address foretold.
 """
 
 from __future__ import annotations
