@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from legroom.bestfit import how_far
 from legroom.ir import Trace
 from legroom.requested import Event, requests
 from legroom.schedule import Schedule, memory_curve
-
-Ints = npt.NDArray[np.int64]
+from legroom.tables import Ints
 
 LARGE_BYTES = 2**20  # smaller requests have pages of their own
 _MOST_EVENTS = 60_000_000  # that all trials go through together: four seconds
@@ -305,15 +303,14 @@ class _QuickTrial:
         """How far the step comes with these. From then on, trials are of these and more."""
         state = self._states[0]._replace(spacers=_rows(spacers))
         self._states = []
-        end, largest = state.place, 0
         while True:
             self._states.append(state)
-            upto = min(state.place + self._apart, len(self._keys))
-            end, largest, count = self._run(state, state.spacers.copy(), upto)
+            upto, rows = min(state.place + self._apart, len(self._keys)), state.spacers.copy()
+            end, largest, count = self._run(state, rows, upto)
             if end < upto or upto == len(self._keys):
                 return end, largest
             holes = self._starts[:count].copy(), self._sizes[:count].copy()
-            state = _State(upto, self._spacers, *holes, self._blocks.copy())
+            state = _State(upto, rows, *holes, self._blocks.copy())
 
     def how_far(self, spacer: Spacer) -> tuple[int, int]:
         """The place of the first event that does not go well with this one more, or the number of all; and the largest
@@ -325,7 +322,6 @@ class _QuickTrial:
 
     def _run(self, state: _State, spacers: Ints, upto: int) -> tuple[int, int, int]:
         count = len(state.starts)
-        self._spacers = spacers
         self._starts[:count], self._sizes[:count], self._blocks[:] = state.starts, state.sizes, state.blocks
         end, largest, count = how_far(
             self._keys,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from legroom.kernels.compiling import compiled
-
-Ints = npt.NDArray[np.int64]
+from legroom.tables import Ints
 
 
 @compiled

@@ -107,7 +107,7 @@ def _at_tick(trace: Trace, number: int, instructions: Mapping[int, Sequence[Inst
             case Prefetch():
                 yield Event(instruction.storage, trace.storages[instruction.storage].nbytes)
             case Replay():
-                yield from _replayed(trace, instruction)
+                yield from _Again(trace, instruction).requests()
 
 
 def _estimated(trace: Trace, instructions: Mapping[int, Sequence[Instruction]]) -> Iterator[Event]:
@@ -182,13 +182,9 @@ def _lives(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]], di
     return born, dies, goes
 
 
-def _replayed(trace: Trace, instruction: Replay) -> Iterator[Event]:
-    """What is freed again on the way has keys below zero, so that they are not those of the storages."""
-    return _Again(trace, instruction).requests()
-
-
 class _Again:
-    """One replay. See `runtime.replay` for what it does."""
+    """One replay; see `runtime.replay` for what it does. What is freed again on the way has keys below zero, which are
+    not those of the storages."""
 
     def __init__(self, trace: Trace, instruction: Replay) -> None:
         self._trace = trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from legroom import arranging, traceio
-from legroom.arrange import UNBOUNDED, Piece, suffices
+from legroom.arrange import UNBOUNDED, Piece, Spacer, find_spacers, suffices
 from legroom.arranging import Found, Space, find_arranged, rearranged, with_arena
 from legroom.brim import SHARES, Brim
 from legroom.evaluate import floor_bytes
@@ -151,7 +151,12 @@ def test_spacers_are_those_for_where_the_arena_lies(trace: Trace) -> None:
 def test_what_is_the_same_in_pages_is_searched_once(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     given = space(trace, 0.2)
     searched: list[list[Piece]] = []
-    monkeypatch.setattr(arranging, "find_spacers", lambda _, __, pieces: searched.append(list(pieces)))
+
+    def counted(trace: Trace, schedule: Schedule, pieces: list[Piece]) -> tuple[Spacer, ...] | None:
+        searched.append(pieces)
+        return find_spacers(trace, schedule, pieces)
+
+    monkeypatch.setattr(arranging, "find_spacers", counted)
     plan = Auto(evaluations=1000, thorough=False)(trace, H200, given.budget_bytes * 9 // 10)
     assert arranging.arranged(plan, trace, H200, Brim(given.budget_bytes), given).spacers is None
     assert len(searched) == 1
