@@ -436,15 +436,24 @@ def mapping_of(address: int) -> dict[str, str]:
     return found
 
 
-def test_pages_are_there_and_are_not_copied_by_a_fork() -> None:
-    tensor = pages(8 * MIB)
+@pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 8 * MIB, 40 * MIB, 67 * MIB + 3 * mmap.PAGESIZE])
+def test_pages_are_there_and_are_not_copied_by_a_fork(nbytes: int) -> None:
+    tensor = pages(nbytes)
     assert tensor.data_ptr() % mmap.PAGESIZE == 0
     mapping = mapping_of(tensor.data_ptr())
-    assert int(mapping["Rss"].split()[0]) >= 8 * KIB  # kB: present before anybody touched them
+    assert int(mapping["Rss"].split()[0]) >= nbytes // KIB  # present before anybody touched them
     flags = mapping["VmFlags"].split()
     assert "dc" in flags and "hg" in flags and "sh" not in flags
     tensor.fill_(7)
-    assert int(tensor.sum(dtype=torch.int64)) == 7 * 8 * MIB
+    assert int(tensor.sum(dtype=torch.int64)) == 7 * nbytes
+
+
+def test_pages_come_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert int(pages(40 * MIB).sum()) == 0
 
 
 def test_pages_go_with_their_tensor() -> None:
