@@ -161,17 +161,36 @@ def _same(short: Normalised, out: torch.Tensor) -> bool:
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels, by all that Triton tells apart
+
+
 def _launch(value: Normalised, out: torch.Tensor, relu: bool) -> None:
-    rows, columns = out.numel() // value.columns, value.columns
-    arguments = value.source, value.mean, value.scale, value.weight, value.bias, out
+    """As `kernel[grid](...)`, which works out at every launch what it was compiled for, on a host that is behind."""
+    source, weight, bias, columns = value.source, value.weight, value.bias, value.columns
+    rows = out.numel() // columns
+    tensors = source, value.mean, value.scale, weight, bias, out
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    # What a kernel is compiled for, beside its constants: types, the device, and what is a multiple of 16.
+    types = source.get_device(), source.dtype, weight.dtype, bias.dtype, out.dtype
+    aligned = tuple([address % 16 == 0 for address in addresses])
     block = triton.next_power_of_2(columns)
-    if not value.by_column:
-        _by_row_kernel[(rows,)](*arguments, columns, BLOCK=block, num_warps=4 if block <= 4096 else 16)
-        return
-    block = min(block, _COLUMNS_AT_ONCE)
-    high = _VALUES_AT_ONCE // block
-    grid = triton.cdiv(rows, high), triton.cdiv(columns, block)
-    _by_column_kernel[grid](*arguments, rows, columns, RELU=relu, ROWS=high, BLOCK=block)
+    kernel: Any
+    numbers: tuple[int, ...]
+    constants: tuple[int, ...]
+    if value.by_column:
+        block = min(block, _COLUMNS_AT_ONCE)
+        high = _VALUES_AT_ONCE // block
+        grid = triton.cdiv(rows, high), triton.cdiv(columns, block), 1
+        kernel, numbers, constants, warps = _by_column_kernel, (rows, columns), (relu, high, block), 4
+        key = True, columns, relu, types, aligned, rows % 16 == 0, rows == 1
+    else:
+        grid = rows, 1, 1
+        kernel, numbers, constants, warps = _by_row_kernel, (columns,), (block,), 4 if block <= 4096 else 16
+        key = False, columns, False, types, aligned, False, False
+    found = _compiled.get(key)
+    if found is None:
+        found = _compiled[key] = kernel.warmup(*tensors, *numbers, *constants, grid=grid, num_warps=warps)
+    found[grid](*addresses, *numbers, *constants)
 
 
 if triton is not None:
