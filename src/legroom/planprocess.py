@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import IO, Any
 
 from legroom import hardware as machines
@@ -26,7 +26,7 @@ from legroom import schedule as schedules
 from legroom import traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.hardware import Hardware
-from legroom.ir import Trace
+from legroom.ir import LARGEST_SECONDS, Trace
 from legroom.jsonio import LARGEST_TEXT_BYTES, Node, parse
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
@@ -34,7 +34,7 @@ from legroom.plan import to_json as plan_to_json
 from legroom.planners import PLANNERS
 from legroom.schedule import Schedule, lower
 
-VERSION = 1
+VERSION = 2  # 1 had no `replays`
 Planner = Callable[[Trace, Hardware, int], Plan]
 HELLO = "legroom plans"  # before the first answer; whatever an installation prints when Python starts comes before it
 START_SECONDS = 60.0  # until then
@@ -145,6 +145,8 @@ class PlanProcess:
             "planner": _name_of(planner),
             "knobs": asdict(planner),  # type: ignore[call-overload]
             "trace": traceio.to_json(trace),
+            # Not in files: ops whose replays take another time than they do, and what they take.
+            "replays": [[op.id, op.replay_seconds] for op in trace.ops if op.replay_seconds is not None],
             "hardware": machines.to_json(hardware),
             "budget_bytes": max(0, budget_bytes),
         }
@@ -204,7 +206,7 @@ def _answer(line: str) -> dict[str, Any]:
     said: dict[str, Any] = {"number": 0, "error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0}
     try:
         question = parse(line, kind="plan question", version=VERSION, error=PlanError)
-        found = question.fields("number", "planner", "knobs", "trace", "hardware", "budget_bytes")
+        found = question.fields("number", "planner", "knobs", "trace", "replays", "hardware", "budget_bytes")
         said["number"] = found["number"].integer()
         plan, schedule = _planned(found)
         return said | {"plan": plan_to_json(plan), "schedule": schedules.to_json(schedule)}
@@ -218,11 +220,22 @@ def _answer(line: str) -> dict[str, Any]:
 def _planned(found: dict[str, Node]) -> tuple[Plan, Schedule]:
     kind: Any = type(PLANNERS[found["planner"].one_of(tuple(PLANNERS))])
     knobs = found["knobs"].fields(*(field.name for field in fields(kind)))
-    trace = traceio.from_json(found["trace"].text(longest=LARGEST_TEXT_BYTES))
+    trace = _priced(traceio.from_json(found["trace"].text(longest=LARGEST_TEXT_BYTES)), found["replays"])
     hardware = machines.from_json(found["hardware"].text(longest=LARGEST_TEXT_BYTES))
     planner = kind(**{name: knob.value for name, knob in knobs.items()})
     plan = planner(trace, hardware, found["budget_bytes"].integer())
     return plan, lower(trace, plan, hardware)
+
+
+def _priced(trace: Trace, replays: Node) -> Trace:
+    ops = list(trace.ops)
+    for row in replays.items(longest=len(ops)):
+        pair = list(row.items())
+        if len(pair) != 2:
+            row.fail("expected an op and its seconds")
+        op = pair[0].integer(most=len(ops) - 1)
+        ops[op] = replace(ops[op], replay_seconds=pair[1].number(most=LARGEST_SECONDS))
+    return replace(trace, ops=tuple(ops))
 
 
 def serve(questions: IO[str], answers: IO[str]) -> None:

@@ -92,12 +92,29 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
                 op.why_not,
                 op.module,
                 op.line,
+                None if op.replay_seconds is None else _again(op, time),
+                op.short,
             )
             for op, workspace, time in zip(trace.ops, workspaces, seconds, strict=True)
         ),
         head_peak_bytes=numbers.head_peak_bytes,
         requests=(),  # those of one size tell nothing of the sizes of another
     )
+
+
+def _again(op: Op, seconds: float) -> float:
+    """What a replay takes where the op takes so long: that many times as much."""
+    assert op.replay_seconds is not None
+    if seconds == op.seconds or not op.seconds:
+        return op.replay_seconds
+    return seconds * (op.replay_seconds / op.seconds)
+
+
+def again_shares(trace: Trace) -> tuple[Floats, Floats]:
+    """Of each op, what a replay takes as a share of the op's own seconds, and whatever those are: as _again()."""
+    replays = [(op.seconds if op.replay_seconds is None else op.replay_seconds, op.seconds) for op in trace.ops]
+    shares = [again / seconds if seconds else 0.0 for again, seconds in replays]
+    return np.array(shares), np.array([0.0 if seconds else again for again, seconds in replays])
 
 
 def structure_of(trace: Trace) -> str:
@@ -342,6 +359,8 @@ def _merged(template: Trace, trace: Trace) -> Trace:
         return replace(mine, held=True, gaps=(), gap_version=0) if its.held and not mine.held else mine
 
     def op(mine: Op, its: Op) -> Op:
+        if mine.replay_seconds is not None and its.replay_seconds is None:
+            mine = replace(mine, replay_seconds=None, short=False)
         return replace(mine, why_not=its.why_not) if its.why_not and not mine.why_not else mine
 
     return replace(

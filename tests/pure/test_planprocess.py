@@ -63,6 +63,16 @@ def test_the_same_plan_as_without_a_process(process: PlanProcess, name: str, pla
     assert check_schedule(trace, schedule) <= budget
 
 
+def test_what_replays_take_arrives(process: PlanProcess) -> None:
+    """It is not in files."""
+    trace = load("vgg16")
+    free = replace(trace, ops=tuple(replace(op, replay_seconds=0.0) for op in trace.ops))
+    budget = half_way(trace)
+    plans = [process.plan(quick(Auto()), each, H200, budget)[0] for each in (trace, free)]
+    assert plans[1] == quick(Auto())(free, H200, budget)
+    assert plans[1].predicted_seconds < plans[0].predicted_seconds
+
+
 def test_knobs_arrive(process: PlanProcess) -> None:
     trace = load("vgg16")
     notes = [process.plan(Auto(evaluations=n, bound=False), trace, H200, half_way(trace))[0].notes for n in (60, 900)]
@@ -268,7 +278,15 @@ def answers_to(*lines: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answers]
 
 
-QUESTION = {"kind": "plan question", "version": 1, "number": 7, "planner": "none", "knobs": {}, "budget_bytes": 2**40}
+QUESTION = {
+    "kind": "plan question",
+    "version": 2,
+    "number": 7,
+    "planner": "none",
+    "knobs": {},
+    "replays": [],
+    "budget_bytes": 2**40,
+}
 
 
 @pytest.mark.parametrize(
@@ -283,9 +301,19 @@ QUESTION = {"kind": "plan question", "version": 1, "number": 7, "planner": "none
         ({"trace": "{}"}, "trace"),
         ({"trace": "not JSON"}, "not readable as JSON"),
         ({"hardware": "[]"}, "hardware"),
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"kind": "plan"}, "kind"),
         ({"more": 1}, "more"),
+        ({"replays": None}, "replays"),
+        ({"replays": [3]}, "replays[0]"),
+        ({"replays": [[3]]}, "replays[0]: expected an op and its seconds"),
+        ({"replays": [[3, 1.0, 2.0]]}, "replays[0]: expected an op and its seconds"),
+        ({"replays": [[-1, 1.0]]}, "replays[0][0]"),
+        ({"replays": [[10**9, 1.0]]}, "replays[0][0]"),
+        ({"replays": [[0, -1.0]]}, "replays[0][1]"),
+        ({"replays": [[0, 1e300]]}, "replays[0][1]"),
+        ({"replays": [[0, "soon"]]}, "replays[0][1]"),
+        ({"replays": [[0, 0.0]] * 10**4}, "replays"),
         ({"number": "first"}, "number"),
     ],
 )
@@ -297,7 +325,7 @@ def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: 
 
 
 def test_lines_that_are_no_questions() -> None:
-    for line in ("", "{", "null", "[1]", "{}", "\x00", '{"kind":"plan question","version":1}'):
+    for line in ("", "{", "null", "[1]", "{}", "\x00", '{"kind":"plan question","version":2}'):
         (answer,) = answers_to(line)
         assert answer["error"]
 
@@ -324,7 +352,7 @@ def test_answers_that_are_none(value: Any) -> None:
             "plan": "",
             "schedule": "",
         }
-        value = {"kind": "plan answer", "version": 1, **base, **value}
+        value = {"kind": "plan answer", "version": 2, **base, **value}
     with pytest.raises(LegroomError):
         read_answer(json.dumps(value), 1)
 

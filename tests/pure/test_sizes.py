@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from legroom.ir import Op, Storage, Tick, Trace, validate
-from legroom.sizes import MOST_HEARD, Features, Numbers, SizeModel, numbers_of, structure_of, with_numbers
+from legroom.sizes import MOST_HEARD, Features, Numbers, SizeModel, again_shares, numbers_of, structure_of, with_numbers
 from tests.pure.strategies import traces
 
 Size = Callable[..., int]  # of the moving dimensions
@@ -86,6 +86,34 @@ def test_numbers_go_out_of_a_trace_and_back_in(trace: Trace) -> None:
     validate(other)
     assert [s.nbytes for s in other.storages] == [2 * s.nbytes for s in trace.storages]
     assert structure_of(other) == structure_of(trace)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "again", "expected"), [(2.0, 0.5, 1.5), (2.0, 0.0, 0.0), (2.0, None, None), (0.0, 0.25, 0.25)]
+)
+def test_replays_take_their_share_at_every_size(seconds: float, again: float | None, expected: float | None) -> None:
+    trace = step((9,), BERT)
+    op = dataclasses.replace(trace.ops[0], seconds=seconds, replay_seconds=again, short=again is not None)
+    trace = dataclasses.replace(trace, ops=(op, *trace.ops[1:]))
+    numbers = numbers_of(trace)
+    other = with_numbers(trace, dataclasses.replace(numbers, seconds=3 * numbers.seconds))
+    assert (other.ops[0].replay_seconds, other.ops[0].short) == (expected, op.short)
+    assert with_numbers(trace, numbers) == trace
+    shares, fixed = again_shares(trace)
+    assert (numbers.seconds * 3 * shares + fixed)[0] == other.ops[0].again_seconds
+    validate(other)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_short_at_one_size_only_is_not(first: bool) -> None:
+    trace = step((9,), BERT)
+    op = dataclasses.replace(trace.ops[0], replay_seconds=0.0, short=True)
+    short = dataclasses.replace(trace, ops=(op, *trace.ops[1:]))
+    for others, expected in ((short, (0.0, True)), (trace, (None, False))):
+        model = SizeModel()
+        model.add((9,), short if first else others)
+        model.add((10,), others if first else short)
+        assert (model.template.ops[0].replay_seconds, model.template.ops[0].short) == expected
 
 
 def test_a_peak_below_its_level_is_lifted_to_it() -> None:

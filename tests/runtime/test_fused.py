@@ -6,6 +6,7 @@ the statistics that belong to its source.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -65,7 +66,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 class Layers(nn.Module):
     """Before and after a block, a result that goes into several casts, one that is read as it is as well."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
@@ -106,7 +107,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> tor
 
 def _layers(rows: int) -> Case:
     def batch(step: int) -> torch.Tensor:
-        return torch.randn(rows, 64, 32, generator=torch.Generator().manual_seed(step))
+        return torch.randn(rows, 64, 8, generator=torch.Generator().manual_seed(step))
 
     return Case("layers", built(Layers, sgd), batch, _step)
 
@@ -120,7 +121,7 @@ def _images() -> Case:
 
 
 # The statistics of more rows are large enough to be kept track of by themselves.
-CASES = {"few rows": partial(_layers, 16), "many rows": partial(_layers, 96), "images": _images}
+CASES = {"few rows": partial(_layers, 16), "many rows": partial(_layers, 64), "images": _images}
 EXPECTED = {
     "few rows": ("bfloat16", "float32"),
     "many rows": ("bfloat16", "float32"),
@@ -149,7 +150,7 @@ def test_the_bits_are_those_of_plain_steps(
     monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
     planner = random_planner(MIXTURES[mixture], seed=1)
     if name == "many rows":  # a GPU's are too small to be moved
-        planner = _keeping(planner, 96 * 64 * 4)
+        planner = _keeping(planner, 64 * 64 * 4)
     fit = partial(legroom.fit, budget=BUDGET_BYTES, planner=planner)
     proofs: list[Counter[str]] = []
 
@@ -369,7 +370,7 @@ def test_kernels_that_cannot_be_launched(
 
 def test_statistics_that_the_plan_moves_are_not_held(written: Counter[str]) -> None:
     """What goes must be free to go: their norms are made again as a whole."""
-    rows = 96 * 64
+    rows = 64 * 64
 
     def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
         drawn = [Swap("sync") if trace.storages[gap.storage].nbytes == rows * 4 else Recompute() for gap in trace.gaps]
@@ -382,9 +383,9 @@ def test_statistics_that_the_plan_moves_are_not_held(written: Counter[str]) -> N
         rooms.append(legroom.fit(*args, budget=BUDGET_BYTES, planner=planner))
         return rooms[-1]
 
-    taken, report, _ = run_room(_layers(96), fit, planned_steps=4)
+    taken, report, _ = run_room(_layers(64), fit, planned_steps=4)
 
-    assert_same(run_plain(_layers(96), len(taken)), taken)
+    assert_same(run_plain(_layers(64), len(taken)), taken)
     swapped = {
         gap.storage for gap, d in zip(rooms[0].trace.gaps, rooms[0].plan.decisions, strict=True) if d == Swap("sync")
     }
@@ -422,3 +423,39 @@ def test_every_step_has_a_use_for_the_same_statistics(
     run_room(CASES["images"](), partial(legroom.fit, budget=BUDGET_BYTES, planner=planner), planned_steps=8)
     assert any(known[step] for step in measured) and not all(known.values())
     assert len({short[step] for step in known}) == 1 and short[0] > 0, (short, known, measured)
+
+
+@pytest.mark.parametrize("few_hooks", [False, True])
+def test_plans_that_follow_the_input_have_a_use_for_statistics(
+    written: Counter[str], monkeypatch: pytest.MonkeyPatch, few_hooks: bool
+) -> None:
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    sizes = [28, *(random.Random(5).choices(range(12, 28), k=30))]
+
+    def batch(number: int) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(number)
+        images = torch.randn(8, 16, sizes[number], sizes[number], generator=chance)
+        return images.to(memory_format=torch.channels_last)
+
+    def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Images().to(memory_format=torch.channels_last)
+        return model, sgd(model.parameters())
+
+    plain = training()
+    losses = [_step(*plain, batch(number)) for number in range(len(sizes))]
+    trace = legroom.capture(partial(_step, *plain, batch(0)), model=plain[0], optimizer=plain[1])
+    budget = (legroom.floor_bytes(trace) + trace.peak_bytes) // 2
+    model, optimizer = training()
+    made: Counter[bool] = Counter()  # by whether the step followed a plan with statistics
+    with legroom.fit(model, optimizer, budget=budget, planner="mimose") as room:
+        for number, loss in enumerate(losses):
+            before = written.total()
+            with room.step():
+                assert torch.equal(_step(model, optimizer, batch(number)), loss), number
+            followed = room.report().followed
+            if followed is not None and followed.steps and followed.steps[-1].course == "planned":
+                assert room._following is not None and room._following.rung is not None
+                made[bool(room._following.rung.program.statistics)] += written.total() - before
+    assert made[True] > 0 and not made[False], (made, room.report().followed)
+    assert not room.report().distrusted

@@ -33,7 +33,7 @@ from legroom.kernels import codes as k
 from legroom.kernels.codes import Codes
 from legroom.plan import Decision, Keep, Plan, Recompute, Swap
 from legroom.planners.local import Search
-from legroom.sizes import Numbers
+from legroom.sizes import Numbers, again_shares
 from legroom.tables import NEVER, Ints
 
 # What the way down aims at, one after the other: shares of the range between the smallest peak and the plain one.
@@ -76,6 +76,7 @@ class Resizable(Evaluator):
         self._segments = np.flatnonzero(bounds[1:] > bounds[:-1])  # those with ops; the others do nothing to the lanes
         self._from, self._to = bounds[:-1][self._segments], bounds[1:][self._segments]
         self._synchronous = hardware.synchronous
+        self._again_share, self._again_fixed = again_shares(trace)
         # Rows of the packed tables, to be written in place.
         self._copies = packed.copies.reshape(-1, k.COPY)
         self._heights = packed.heights.reshape(-1, k.HEIGHTS)
@@ -98,7 +99,8 @@ class Resizable(Evaluator):
         self._read_bytes[:] = nbytes[self._of_read]
         self._write_bytes[:] = nbytes[self._of_write]
         ns = np.rint(numbers.seconds * 1e9).astype(np.int64)
-        self._costs[:, k.NS] = ns
+        again = numbers.seconds * self._again_share + self._again_fixed
+        self._costs[:, k.NS] = np.rint(again * 1e9).astype(np.int64)
         self._costs[:, k.WORKSPACE] = numbers.workspace_bytes
         self._pass_segments(ns)
         self.trace = replace(self.trace, head_peak_bytes=int(numbers.head_peak_bytes))
