@@ -26,7 +26,7 @@ from legroom import schedule as schedules
 from legroom import traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.hardware import Hardware
-from legroom.ir import LARGEST_SECONDS, Trace
+from legroom.ir import Trace, validate
 from legroom.jsonio import LARGEST_TEXT_BYTES, Node, parse
 from legroom.plan import Plan
 from legroom.plan import from_json as plan_from_json
@@ -234,8 +234,10 @@ def _priced(trace: Trace, replays: Node) -> Trace:
         if len(pair) != 2:
             row.fail("expected an op and its seconds")
         op = pair[0].integer(most=len(ops) - 1)
-        ops[op] = replace(ops[op], replay_seconds=pair[1].number(most=LARGEST_SECONDS))
-    return replace(trace, ops=tuple(ops))
+        ops[op] = replace(ops[op], replay_seconds=pair[1].number())
+    priced = replace(trace, ops=tuple(ops))
+    validate(priced)
+    return priced
 
 
 def serve(questions: IO[str], answers: IO[str]) -> None:

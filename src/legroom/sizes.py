@@ -103,18 +103,27 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 
 
 def _again(op: Op, seconds: float) -> float:
-    """What a replay takes where the op takes so long: that many times as much."""
+    """What a replay takes where the op takes so long."""
     assert op.replay_seconds is not None
-    if seconds == op.seconds or not op.seconds:
+    if seconds == op.seconds:
         return op.replay_seconds
-    return seconds * (op.replay_seconds / op.seconds)
+    share, more = _share(op)
+    return seconds * share + more
+
+
+def _share(op: Op) -> tuple[float, float]:
+    """What a replay takes: that share of the op's own seconds, and so many more whatever those are. What waits for a
+    pass of another op takes that pass longer, and its own seconds may be next to nothing beside it."""
+    if op.replay_seconds is None:
+        return 1.0, 0.0
+    own = min(op.replay_seconds, op.seconds)
+    return own / op.seconds if own else 0.0, op.replay_seconds - own
 
 
 def again_shares(trace: Trace) -> tuple[Floats, Floats]:
-    """Of each op, what a replay takes as a share of the op's own seconds, and whatever those are: as _again()."""
-    replays = [(op.seconds if op.replay_seconds is None else op.replay_seconds, op.seconds) for op in trace.ops]
-    shares = [again / seconds if seconds else 0.0 for again, seconds in replays]
-    return np.array(shares), np.array([0.0 if seconds else again for again, seconds in replays])
+    """Of each op, what a replay takes: as with_numbers() has it."""
+    both = np.array([_share(op) for op in trace.ops], np.float64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 def structure_of(trace: Trace) -> str:
@@ -359,8 +368,10 @@ def _merged(template: Trace, trace: Trace) -> Trace:
         return replace(mine, held=True, gaps=(), gap_version=0) if its.held and not mine.held else mine
 
     def op(mine: Op, its: Op) -> Op:
-        if mine.replay_seconds is not None and its.replay_seconds is None:
+        if mine.short and not its.short:
             mine = replace(mine, replay_seconds=None, short=False)
+        elif mine.replay_seconds is not None and its.replay_seconds is None:
+            mine = replace(mine, replay_seconds=None)
         return replace(mine, why_not=its.why_not) if its.why_not and not mine.why_not else mine
 
     return replace(

@@ -45,7 +45,7 @@ def grown(trace: Trace, seed: int) -> Numbers:
         peak_bytes=now.peak_bytes * 3,
         head_peak_bytes=now.head_peak_bytes * int(rng.integers(0, 30)),
         workspace_bytes=now.workspace_bytes * rng.integers(0, 4, len(now.workspace_bytes)),
-        seconds=now.seconds * rng.uniform(0, 3, len(now.seconds)),
+        seconds=(now.seconds + 1e-6) * rng.uniform(0, 3, len(now.seconds)),
     )
 
 
@@ -70,7 +70,8 @@ def seconds_of(trace: Trace, decisions: tuple[Decision, ...], hardware: Hardware
 def with_replays(trace: Trace, seed: int) -> Trace:
     """Some ops take another time where they are replayed."""
     rng = np.random.default_rng(seed)
-    ops = (replace(op, replay_seconds=op.seconds * rng.integers(0, 3)) if rng.integers(2) else op for op in trace.ops)
+    ops = [replace(op, seconds=op.seconds * rng.integers(0, 2)) for op in trace.ops]
+    ops = [replace(op, replay_seconds=rng.uniform(0, 3) * 1e-3) if rng.integers(2) else op for op in ops]
     return replace(trace, ops=tuple(ops))
 
 

@@ -19,12 +19,15 @@ from torch import nn
 
 import legroom
 from legroom.hardware import Hardware
-from legroom.ir import Trace
+from legroom.ir import Op, Storage, Tick, Trace
 from legroom.plan import Keep, Plan, Recompute, Swap, signature
+from legroom.replayprice import with_short_replays
 from legroom.runtime import fused, replay
 from legroom.runtime.calls import Gate
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.executor import Executor
+from legroom.runtime.program import Program
+from legroom.schedule import Await, Drop, Release, Replay, Schedule, SwapOut
 from tests.harness import assert_same, run_plain, run_room
 from tests.runtime.test_random_plans import BUDGET_BYTES, MIXTURES, admit, random_planner
 from tests.zoo import Case, built, sgd
@@ -459,3 +462,23 @@ def test_plans_that_follow_the_input_have_a_use_for_statistics(
                 made[bool(room._following.rung.program.statistics)] += written.total() - before
     assert made[True] > 0 and not made[False], (made, room.report().followed)
     assert not room.report().distrusted
+
+
+def test_the_short_way_is_another_recipe() -> None:
+    """At a size that was never recorded, a replay of one kind proves nothing about the other."""
+    norm, cast = "aten.native_layer_norm.default", "aten._to_copy.default"
+    storages = tuple(Storage(i, 2**18, "activation", False, False, (), 0, "") for i in range(5))
+    ops = (
+        Op(0, norm, "forward", 1e-3, 1e-5, ((0, 0),), ((1, 0), (2, 0), (3, 0)), 0, "", "", ""),
+        Op(1, cast, "forward", 1e-3, 1e-5, ((1, 0),), ((4, 0),), 0, "", "", ""),
+    )
+    ticks = tuple(Tick("pack", s, 1, 0, 0) for s in (0, 2, 3, 4)) + tuple(
+        Tick("unpack", s, 1, 0, 0) for s in (4, 3, 2, 0)
+    )
+    trace = with_short_replays(Trace(storages, ops, ticks, 0, "cpu"), [True, False])
+    kept = Schedule((Drop(3, 4), Replay(4, 4, (0, 1))), "")
+    moved = Schedule((SwapOut(3, 2), Drop(3, 4), Release(3, 2), Replay(4, 4, (0, 1)), Await(6, 2)), "")
+    short, whole = (Program(trace, schedule, reserve_bytes=0) for schedule in (kept, moved))
+    assert short.statistics and not whole.statistics
+    assert short.recipes != whole.recipes
+    assert short.recipes[4][0][:2] == whole.recipes[4][0][:2]

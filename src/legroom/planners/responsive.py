@@ -76,7 +76,7 @@ class Resizable(Evaluator):
         self._segments = np.flatnonzero(bounds[1:] > bounds[:-1])  # those with ops; the others do nothing to the lanes
         self._from, self._to = bounds[:-1][self._segments], bounds[1:][self._segments]
         self._synchronous = hardware.synchronous
-        self._again_share, self._again_fixed = again_shares(trace)
+        self._again_share, self._again_more = again_shares(trace)
         # Rows of the packed tables, to be written in place.
         self._copies = packed.copies.reshape(-1, k.COPY)
         self._heights = packed.heights.reshape(-1, k.HEIGHTS)
@@ -99,7 +99,7 @@ class Resizable(Evaluator):
         self._read_bytes[:] = nbytes[self._of_read]
         self._write_bytes[:] = nbytes[self._of_write]
         ns = np.rint(numbers.seconds * 1e9).astype(np.int64)
-        again = numbers.seconds * self._again_share + self._again_fixed
+        again = numbers.seconds * self._again_share + self._again_more
         self._costs[:, k.NS] = np.rint(again * 1e9).astype(np.int64)
         self._costs[:, k.WORKSPACE] = numbers.workspace_bytes
         self._pass_segments(ns)

@@ -524,13 +524,18 @@ class Executor:
             else:
                 entry.adopt(tensor)
                 self.compared.append(check)
-                self.replayed[entry.number] += 1
+                self.replayed[entry.number] += self._ran_as_planned()
             check.drop()
             del self._checked[entry.number]
         else:
             entry.adopt(tensor)
         self.ledger.unpin(entry)
         self._settle(entry)
+
+    def _ran_as_planned(self) -> bool:
+        """Whether normalisations of the last replay that are to be short were: what was compared is what is proven."""
+        short = self.program.statistics
+        return all(a.made.statistics is not None for a in self._ran if a.made.order - self._first in short)
 
     def _hear_what_is_due(self) -> None:
         """Of replays that were never proven at this size: before what they led to is used."""
@@ -606,6 +611,8 @@ class Executor:
                 made = self._noted(number, func, args, kwargs)
             result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
             with no_dispatch():
+                if number in self.program.statistics:
+                    made.statistics = Statistics.of(result[1], result[2])
                 self.lineage.made(made, result)
             return result
         made = self._noted(number, func, args, kwargs)

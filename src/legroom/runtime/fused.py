@@ -81,7 +81,7 @@ _UNSAID: dict[str, tuple[Any, ...]] = {
 
 
 def _runs_on(device: torch.device) -> bool:
-    if _broken:
+    if _broken or torch.version.hip is not None:  # whose compiler tells more things apart than `_launch` does
         return False
     # Kernels go to the current device, whatever they are given.
     return triton is not None and device.type == "cuda" and device.index == torch.cuda.current_device()

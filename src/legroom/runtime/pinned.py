@@ -32,7 +32,8 @@ _CLASSES_PER_OCTAVE = 16  # 8 would waste up to 8.8 % on the benchmark models
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
 _HUGE_BYTES = 2**21
 _LEAST_SHARE_BYTES = 16 * 2**20  # of one thread: a thread more takes as long as a few of these
-_POPULATE_THREADS = min(4, os.cpu_count() or 1)
+_POPULATE_THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+_PIECE_BYTES = 16 * 2**20  # at a time: meanwhile nobody else can map memory
 _libc = ctypes.CDLL(None)  # its calls drop the interpreter lock, those of the mmap module do not
 
 
@@ -105,9 +106,11 @@ def pages(nbytes: int) -> torch.Tensor:
 
 
 def _populate(address: int, nbytes: int, share: int, start: int) -> None:
-    # Kernels before 5.14 refuse, and the pages come with the pinning.
-    length = ctypes.c_size_t(min(share, nbytes - start))
-    _libc.madvise(ctypes.c_void_p(address + start), length, _MADV_POPULATE_WRITE)
+    end = min(start + share, nbytes)
+    for place in range(start, end, _PIECE_BYTES):
+        length = ctypes.c_size_t(min(_PIECE_BYTES, end - place))
+        # Kernels before 5.14 refuse, and the pages come with the pinning.
+        _libc.madvise(ctypes.c_void_p(address + place), length, _MADV_POPULATE_WRITE)
 
 
 MOST_LARGER = 2  # a buffer that a copy takes in place of one of its own size

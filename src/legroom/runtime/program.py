@@ -46,6 +46,14 @@ class Settle(NamedTuple):
 Command = Instruction | TakeSpacer | EndSpacer | Settle
 
 
+class Recipe(NamedTuple):
+    """How a storage is made again."""
+
+    ops: tuple[int, ...]  # up to the one that makes it
+    output: int  # which of what that one writes it is
+    short: tuple[int, ...]  # those of them that need not all of their work
+
+
 class Ticks(NamedTuple):
     """What to do and what to expect, tick by tick."""
 
@@ -129,6 +137,7 @@ class Program:
                 if first not in moved and second not in moved:  # what goes is not to be held
                     self.statistics[i] = first, second
         self.statistic_storages = frozenset(itertools.chain(*self.statistics.values()))
+        self._short = frozenset(in_mode[i].id for i in self.statistics)
         self.all_ticks = self._ticks(range(len(trace.ticks)))
         self.few_ticks: Ticks | None = None  # where hooks are on inside some calls only
         self._in_mode, self._replayed = in_mode, replayed
@@ -149,16 +158,17 @@ class Program:
         return {storage for op in ops for storage, version in op.reads if (storage, version) not in made}
 
     @functools.cached_property
-    def recipes(self) -> dict[int, tuple[tuple[tuple[int, ...], int], ...]]:
-        """How each storage is made again, once for each time: the ops up to the one that makes it, and which of what
-        that one writes it is."""
-        found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    def recipes(self) -> dict[int, tuple[Recipe, ...]]:
+        """How each storage is made again, once for each time."""
+        found: dict[int, list[Recipe]] = {}
         ops = self.trace.ops
         for again in self._replays:
             for storage in (again.storage, *again.also):
                 makes = [i for i, op in enumerate(again.ops) if any(s == storage for s, _ in ops[op].writes)]
                 written = [s for s, _ in ops[again.ops[makes[-1]]].writes]
-                found.setdefault(storage, []).append((again.ops[: makes[-1] + 1], written.index(storage)))
+                run = again.ops[: makes[-1] + 1]
+                short = tuple(op for op in run if op in self._short)
+                found.setdefault(storage, []).append(Recipe(run, written.index(storage), short))
         return {storage: tuple(times) for storage, times in found.items()}
 
     def spaced_bytes(self, tick: int) -> int:
