@@ -323,16 +323,27 @@ class Run:
                 step(number)
                 meter.synchronize()
                 warm.append((self.sizes[number], time.perf_counter() - start))
-            if (job.settle or held) and room._following is not None:
-                room._following.settle()
-                for number in (0, 0):  # what was planned meanwhile is taken up between steps
-                    step(number)
+
+            def settle() -> None:
+                if (job.settle or held) and room._following is not None:
+                    room._following.settle()
+                    for number in (0, 0):  # what was planned meanwhile is taken up between steps
+                        step(number)
+
+            settle()
             setup_seconds = time.perf_counter() - began
             before = room.report()
             if held and before.planner != held:
                 detail = f"{held} has no plan for the longest input at this budget"
                 return replace(row, status="budget", detail=detail, setup_seconds=setup_seconds)
             first = self.clock(step, replace(row, setup_seconds=setup_seconds))
+            if held and room._following is not None:
+                # What is learned from a recorded step replaces all plans, and the next one is for another size; and one
+                # that was seen to take more than foretold is made again.
+                room._following.forget_plans()
+                step(0)
+                settle()
+            recorded = room.report().sheltered_steps
             again = self.clock(step, first)
             row = replace(
                 again,
@@ -343,10 +354,10 @@ class Run:
             )
             after = room.report()
         row = replace(row, report={**row.report, **self._figures(before, after, warm, row)})
-        plans, recorded = row.reported("plans"), row.reported("sheltered")
-        if held and (plans != 1 or recorded):
-            # What is learned from a recorded step replaces all plans, and the next one is for another size.
-            detail = f"not one plan for all: {plans:.0f} at the end, {recorded:.0f} timed steps were recorded"
+        plans, recorded = row.reported("plans"), after.sheltered_steps - recorded
+        if held and (plans != 1 or recorded or after.planner != held):
+            planner = f"{plans:.0f} at the end, of {after.planner!r}"
+            detail = f"not one plan for all: {planner}, {recorded} timed steps were recorded"
             return replace(row, status="error", detail=detail)
         return row
 
@@ -547,16 +558,20 @@ _VERDICT_HEAD = ("stream", "claim", "", "figures")
 def _lines(results: Results, name: str) -> list[tuple[str, ...]]:
     rows = results.of(name)
     plain = rows.get("plain")
-    return [_cells(row, plain) for row in rows.values() if row.contender != "needed"]
+    several = len(results.runs) > 1
+    return [_cells(row, plain, several=several) for row in rows.values() if row.contender != "needed"]
 
 
-def _cells(row: Row, plain: Row | None) -> tuple[str, ...]:
+def _cells(row: Row, plain: Row | None, *, several: bool) -> tuple[str, ...]:
+    """several: runs that rows are of."""
     cap = _gib(row.cap_bytes)
+    notes = [f"run {row.run}"] if several else []
     if not row.ok:
-        return (row.contender, row.status, "", "", cap, *[""] * 6, " ".join(row.detail.split())[:120])
+        notes.append(" ".join(row.detail.split())[:120])
+        return (row.contender, row.status, "", "", cap, *[""] * 6, "; ".join(notes))
     based = plain is not None and plain.ok
     figure = row.reported
-    notes = [row.detail] if row.detail else []
+    notes += [row.detail] if row.detail else []
     courses = row.report.get("courses")
     if isinstance(courses, dict):
         notes.append(", ".join(f"{count} {course}" for course, count in courses.items()))
