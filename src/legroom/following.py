@@ -516,12 +516,12 @@ class Following:
         program = inner.executor.program
         if inner.executor.met_other_calls():
             program.learn_anew()
-        if inner.executor.replayed:
+        if inner.executor.checks.replayed:
             if len(course.proven) >= REMEMBERED_SIZES:
                 course.proven.clear()
             recipes = self._recipes(course, program)
             proven = course.proven.setdefault(call.features, set())
-            for storage, times in inner.executor.replayed.items():
+            for storage, times in inner.executor.checks.replayed.items():
                 if times >= len(program.recipes[storage]):
                     proven.add(recipes[storage])
         if inner.curve is not None and self.rung is not None:

@@ -384,7 +384,7 @@ class Room:
             case PlannedStep():
                 self._planned += 1
                 self._seconds.append(seconds)
-                if inner.curve is not None and not inner.executor.mismatch:
+                if inner.curve is not None and not inner.executor.checks.mismatch:
                     self._standing.measured_peak_bytes = inner.curve.measured_peak_bytes
             case LeftAlone():
                 self._planned += 1
@@ -428,7 +428,7 @@ class Room:
     def _after_planned(self, run: PlannedStep | IdleStep, seconds: float) -> None:
         if run.executor is not None:
             self._take_stock(run.executor)
-            if run.executor.mismatch:
+            if run.executor.checks.mismatch:
                 return
         if self._following is not None:
             return  # the plan was for one size alone
@@ -449,9 +449,9 @@ class Room:
         if copies:
             self._setting.fallbacks["copied before a write, for a replay that reads it"] += copies
         if self._device.answers_later:
-            self._compared.extend(executor.compared)
-        if executor.mismatch:
-            self._distrust(executor.mismatch)
+            self._compared.extend(executor.checks.compared)
+        if executor.checks.mismatch:
+            self._distrust(executor.checks.mismatch)
 
     # report
 

@@ -8,12 +8,14 @@ was found wrong then has been used; it is counted, and a warning says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from legroom.runtime.device import Device, Fingerprint, HostCopy
+from legroom.runtime.hashing import MOST_DUE
 
 
 class Check:
@@ -60,3 +62,73 @@ class Check:
         if self.host is not None:
             self.host.drop()
             self.host = None
+
+
+class Checks:
+    """Those of one step."""
+
+    def __init__(self, device: Device, *, wait: bool, due: bool) -> None:
+        """wait: for each outcome, before a replay is used. due: they are heard before the optimizer runs."""
+        self._device = device
+        self._wait, self._due = wait, due
+        self._left = MOST_DUE // 2  # that can still be heard together
+        self._begun: dict[int, Check] = {}  # by storage, from the drop on
+        self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
+        self.replayed: Counter[int] = Counter()  # how often the replay of each storage was compared, used, and a proof
+        self.mismatch: list[str] = []  # the ops of replays that gave other bits
+
+    def begin(self, storage: int, flat: torch.Tensor) -> bool:
+        """Of what is to be dropped: its bytes. False where it was never proven at this size, and cannot be now."""
+        if self._due and not self._left:
+            return False
+        self._left -= 1
+        self._begun[storage] = Check(self._device, flat, wait=self._wait, due=self._due)
+        return True
+
+    def end(self, storage: int, again: torch.Tensor, funcs: Collection[Any], *, proves: bool) -> HostCopy | None:
+        """Of what came back, by a replay that ran these. Where that is known to have given other bits: the real ones.
+
+        proves: something about other steps.
+        """
+        check = self._begun.get(storage)
+        if check is None:
+            return None
+        real: HostCopy | None = None
+        if check.compare(again, funcs):
+            self.mismatch += check.ops
+            real, check.host = check.host, None
+        else:
+            self.compared.append(check)
+            self.replayed[storage] += proves
+        check.drop()
+        del self._begun[storage]
+        return real
+
+    def hear(self) -> list[str]:
+        """The ops of replays that gave other bits, of those that are due."""
+        if not self._due:
+            return []
+        compared, self.compared = self.compared, []
+        wrong = sorted({op for check in compared if not check.same() for op in check.ops})
+        self.mismatch += wrong
+        return wrong
+
+    def close(self) -> None:
+        """The real bytes of replays that never came, as after a step that failed, are given back."""
+        for check in self._begun.values():
+            check.drop()
+        self._begun.clear()
+
+
+def refusal(ops: Sequence[str], *, optimizer_began: bool) -> str:
+    """What to say of a step in which replays of these ops gave other bits, and were used."""
+    if optimizer_began:
+        changed = "An optimizer had begun before that was known: go back to a checkpoint, or take back what it did"
+    else:
+        changed = "Parameters were not changed, unless in a closure or without an optimizer of PyTorch's"
+    return (
+        f"recomputing {', '.join(ops)} gave other bits than the first run at this size of the input, and the same at "
+        "others: gradients of this step, and what they were added to, must not be used. Set them to zero and run the "
+        f"batch again: it is kept or swapped from now on. {changed}. Running statistics and random numbers have moved "
+        "on"
+    )

@@ -22,8 +22,8 @@ from legroom.arrange import Spacer
 from legroom.errors import StepError
 from legroom.runtime.calls import Gate, Learner, counting_here
 from legroom.runtime.census import Census
-from legroom.runtime.checking import Check
-from legroom.runtime.hashing import MOST_DUE
+from legroom.runtime.checking import Checks, refusal
+from legroom.runtime.device import HostCopy
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
@@ -56,9 +56,9 @@ class Executor:
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
-        """wait: for the outcome of checks, before a replay is used. due: it is heard before the optimizer runs, and the
-        step fails on one. others: what to follow where the step turns out to be another one that is known. trial: room
-        for what comes next is made sure of, tick by tick."""
+        """checks: storages whose replays are held against the real bytes; wait, due: see `Checks`. others: what to
+        follow where the step turns out to be another one that is known. trial: room for what comes next is made sure
+        of, tick by tick."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -70,18 +70,11 @@ class Executor:
         self.ops = 0
         self.entries: dict[int, Entry] = {}
         self.late: list[int] = []
-        self._checks = checks  # storages whose replays are compared with the real bytes in this step
-        self._wait = wait
-        self._due = due
+        self._to_check = checks
+        self.checks = Checks(ledger.device, wait=wait, due=due)
         self._tick_of_optimizer: int | None = None  # when the first one began
-        self._due_left = MOST_DUE // 2  # checks that can still be heard together
-        self._checked: dict[int, Check] = {}  # from the drop on
         self._ran: list[Action] = []  # by the last replay
-        self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
-        self.replayed: Counter[int] = Counter()  # how often the replay of each storage was compared, and used
-        self.mismatch: list[str] = []  # the ops of a replay that gave other bits
-        self.refused_bits = False  # they were used, and the step failed for it
-        self.refusal = ""  # the same where it failed before that was known
+        self.refusal = ""  # where it failed before it was known that a replay had given other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
         self.fallbacks = fallbacks
@@ -324,13 +317,10 @@ class Executor:
         self.lineage.nodes.clear()
 
     def close(self) -> None:
-        """However it ended. Its graph may live on, but takes up no other plan, and the real bytes of replays that never
-        came, as after a step that failed, are given back."""
+        """However it ended. Its graph may live on, but takes up no other plan."""
         self._others = []
         self._spaced.clear()
-        for check in self._checked.values():
-            check.drop()
-        self._checked.clear()
+        self.checks.close()
 
     def _learn_calls(self) -> None:
         if not isinstance(self._calls, Learner) or self.reactive is not None or self.switched:
@@ -433,14 +423,9 @@ class Executor:
         if frontier is None:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
-        elif entry.number in self._checks:
-            if self._due and not self._due_left:  # never proven at this size, and cannot be now
-                entry.start_saving()
-                frontier = None
-            else:
-                self._due_left -= 1
-                check = Check(self.ledger.device, entry.flat(), wait=self._wait, due=self._due)
-                self._checked[entry.number] = check
+        elif entry.number in self._to_check and not self.checks.begin(entry.number, entry.flat()):
+            entry.start_saving()
+            frontier = None
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -513,20 +498,15 @@ class Executor:
         return made
 
     def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
-        check = self._checked.get(entry.number)
-        if check is not None:
-            if check.compare(tensor, {action.made.func for action in self._ran}):
-                self.mismatch += check.ops
-                self.fallbacks[NOT_USED] += 1
-                entry.host, check.host = check.host, None
-                entry.start_loading()
-                entry.finish_loading()
-            else:
-                entry.adopt(tensor)
-                self.compared.append(check)
-                self.replayed[entry.number] += self._ran_as_planned()
-            check.drop()
-            del self._checked[entry.number]
+        real: HostCopy | None = None
+        if entry.number in self._to_check:
+            ran = {action.made.func for action in self._ran}
+            real = self.checks.end(entry.number, tensor, ran, proves=self._ran_as_planned())
+        if real is not None:
+            self.fallbacks[NOT_USED] += 1
+            entry.host = real
+            entry.start_loading()
+            entry.finish_loading()
         else:
             entry.adopt(tensor)
         self.ledger.unpin(entry)
@@ -549,26 +529,12 @@ class Executor:
             self.refusal = self._refusal()
 
     def _refusal(self) -> str:
-        if not self._due:
-            return ""
-        compared, self.compared = self.compared, []
         with no_counting(), no_dispatch():  # to read the answers is no op of the program's, and no call
-            wrong = sorted({op for check in compared if not check.same() for op in check.ops})
+            wrong = self.checks.hear()
         if not wrong:
             return ""
-        self.mismatch += wrong
-        self.refused_bits = True
         self.fallbacks["a replay gave other bits at a new size: the step was refused"] += 1
-        if self._tick_of_optimizer is None:
-            changed = "Parameters were not changed, unless in a closure or without an optimizer of PyTorch's"
-        else:
-            changed = "An optimizer had begun before that was known: go back to a checkpoint, or take back what it did"
-        return (
-            f"recomputing {', '.join(wrong)} gave other bits than the first run at this size of the input, and the "
-            "same at others: gradients of this step, and what they were added to, must not be used. Set them to zero "
-            f"and run the batch again: it is kept or swapped from now on. {changed}. Running statistics and random "
-            "numbers have moved on"
-        )
+        return refusal(wrong, optimizer_began=self._tick_of_optimizer is not None)
 
     def met_other_calls(self) -> bool:
         return isinstance(self._calls, Gate) and self._calls.strays > 0
