@@ -228,13 +228,17 @@ def _planned(found: dict[str, Node]) -> tuple[Plan, Schedule]:
 
 
 def _priced(trace: Trace, replays: Node) -> Trace:
+    """With what replays take. Not looked at once more where they take what ops do."""
     ops = list(trace.ops)
-    for row in replays.items(longest=len(ops)):
+    rows = list(replays.items(longest=len(ops)))
+    for row in rows:
         pair = list(row.items())
         if len(pair) != 2:
             row.fail("expected an op and its seconds")
         op = pair[0].integer(most=len(ops) - 1)
         ops[op] = replace(ops[op], replay_seconds=pair[1].number())
+    if not rows:
+        return trace
     priced = replace(trace, ops=tuple(ops))
     validate(priced)
     return priced
