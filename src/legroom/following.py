@@ -242,6 +242,7 @@ class Following:
             wait=bool(new) and late,
             due=bool(new) and not late and self._device.answers_later,
             measure=measure,
+            sizes=features,
             others=others,
             at_backward=partial(self._look_at_level, course, rung, more_bytes) if rung.program.few_ticks else None,
         )

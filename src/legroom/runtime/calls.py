@@ -80,12 +80,13 @@ class Way(NamedTuple):
     ops: range
     writes: bool
     written: slice | None  # of its arguments; None: any of them, by name as well
+    place: int  # among the calls; -1: none
 
 
 # What a call needs: nothing; to be looked into if it writes to something that matters, or moves running statistics that
 # do; to be looked into.
 _NOTHING, _IF_IT_WRITES, _IF_IT_TRAINS, _LOOKING = range(4)
-_NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False, None)
+_NO_WAY = Way(None, None, _LOOKING, None, _NO_OPS, False, None, -1)
 
 
 def _written_by(func: Any) -> slice | None:
@@ -125,7 +126,8 @@ class Calls:
             need = _LOOKING if watched else _IF_IT_WRITES if writes else _NOTHING
             if need == _NOTHING and getattr(call.func, "__name__", "") in _WITH_STATISTICS:
                 need = _IF_IT_TRAINS
-            self.ways.append(Way(call.func, hooks, need, known.get(place), call.ops, writes, _written_by(call.func)))
+            written = _written_by(call.func)
+            self.ways.append(Way(call.func, hooks, need, known.get(place), call.ops, writes, written, place))
         # Those that need nothing at all.
         self.passed = {i for i, way in enumerate(self.ways) if way.need == _NOTHING and way.hooked is None}
 
@@ -214,9 +216,12 @@ class Gate(CallMode):
         matters: Callable[[Iterable[Any]], bool],
         record: Callable[[KnownCall, Any, Any, Any], Any],
         may_write: Callable[[Iterable[Any]], None] | None,
+        known: Mapping[int, KnownCall],
+        learn: Callable[[int, Any, Any, Any], Any] | None,
     ) -> None:
         """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay.
-        record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written."""
+        record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written. known: at
+        this size of the input, by place. learn: makes a call, by place, to know it the next time."""
         super().__init__()
         self._calls = calls
         self._ways = [*calls.ways, _NO_WAY]
@@ -229,6 +234,8 @@ class Gate(CallMode):
         self._matters = matters
         self._record = record
         self._may_write = may_write
+        self._known = known
+        self._learn = learn
         self._number = 0
         self._extra = 0
         self.strays = 0  # calls that were not known
@@ -238,7 +245,7 @@ class Gate(CallMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = self._number
         way = self._ways[number]
-        known, hooked, need, _, _, _, _ = way
+        known, hooked, need, _, _, _, _, _ = way
         if known is not func and known != func:  # getters of properties are equal and never the same
             return self._look(number, func, args, kwargs or {})
         self._number, self._extra = number + 1, 0
@@ -258,7 +265,7 @@ class Gate(CallMode):
             self._switch_hooks(on=True)
             if self._extra > _MOST_EXTRA:
                 self.stay_open()
-            return self._watched(_NO_OPS, func, args, kwargs)
+            return self._watched(_NO_WAY, func, args, kwargs)
         self._number, self._extra = found + 1, 0
         way = self._ways[found]
         if way.hooked is not None and way.hooked is not self._hooks_on:
@@ -289,19 +296,22 @@ class Gate(CallMode):
             self._may_write(touched)
         if need != _LOOKING and not self.open and not ((writes or need == _IF_IT_TRAINS) and self._matters(touched)):
             return func(*args, **kwargs)
-        if way.known is not None and not self.open:
-            result = self._record(way.known, func, args, kwargs)
+        known = self._known.get(way.place, way.known)
+        if known is not None and not self.open:
+            result = self._record(known, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return self._watched(way.ops, func, args, kwargs)
+        return self._watched(way, func, args, kwargs)
 
-    def _watched(self, ops: range, func: Any, args: Any, kwargs: Any) -> Any:
-        self._number_ops(ops)
+    def _watched(self, way: Way, func: Any, args: Any, kwargs: Any) -> Any:
+        self._number_ops(way.ops)
         if self._mode is None or self.open:
             return func(*args, **kwargs)
         self.watching = True
         OPS.put_in(self._mode, 0)  # under the program's own, as if it had been on from the beginning of the step
         try:
+            if self._learn is not None and way.place >= 0:
+                return self._learn(way.place, func, args, kwargs)
             return func(*args, **kwargs)
         finally:
             OPS.take_out(self._mode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -27,7 +27,17 @@ from legroom.runtime.device import HostCopy
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
-from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
+from legroom.runtime.program import (
+    MOST_LESSONS,
+    NO_STORAGE,
+    EndSpacer,
+    Program,
+    Settle,
+    Sizes,
+    TakeSpacer,
+    Ticks,
+    also_of,
+)
 from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
@@ -53,12 +63,13 @@ class Executor:
         due: bool,
         measured: bool,
         trial: bool,
+        sizes: Sizes | None,
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
         """checks: storages whose replays are held against the real bytes; wait, due: see `Checks`. others: what to
         follow where the step turns out to be another one that is known. trial: room for what comes next is made sure
-        of, tick by tick."""
+        of, tick by tick. sizes: of the input, where it varies."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -97,6 +108,10 @@ class Executor:
         self._calls: Gate | Learner | None = None
         self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
+        self._sizes = sizes
+        self._witness = Witness(device_type, self.lineage, self.entries)
+        self._witnessing = False
+        self._learned: dict[int, KnownCall] | None = None  # at this size, by place; None: nothing is to be
         self._in_backward = False
         self._stop = _MOST_OPS
         self._weights_written = False  # whether the program may have written to one in this step
@@ -118,6 +133,9 @@ class Executor:
         mode = OpMode(self.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
+            known = self._known_calls()
+            if known is None:
+                self._learned = {}
             self._calls = Gate(
                 self.program.calls,
                 mode,
@@ -125,22 +143,30 @@ class Executor:
                 matters=self.lineage.knows_any,
                 record=self._record,
                 may_write=self._may_write if self.program.casts_weights else None,
+                known=known or {},
+                learn=self._learn_call if known is None else None,
             )
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks
-            self._witness = Witness(self.device_type, self.lineage, self.entries)
             self._calls = Learner(
                 lambda: (self.ops, self.tick),
                 self._witness,
                 lambda tick: ticks[tick].storage if tick < len(ticks) else NO_STORAGE,
             )
-            self._learning = True
+            self._learning = self._witnessing = True
         pack, unpack = self.hooks()
         if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self._watchful:
             self._follow(self.program.few_ticks)
             self._calls.hooks = pack, unpack
         began, ended = self.backward_begins, self.backward_ended
         return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended, depths=depths)
+
+    def _known_calls(self) -> Mapping[int, KnownCall] | None:
+        """Those at this size of the input, by place; None where they are to be learned. Where more hooks run than in
+        other steps, calls save more than was learned."""
+        if self._sizes is None or (self._watchful and self.program.few_ticks is not None):
+            return {}
+        return self.program.known_at(self._sizes)
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
         """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
@@ -323,9 +349,13 @@ class Executor:
         self.checks.close()
 
     def _learn_calls(self) -> None:
-        if not isinstance(self._calls, Learner) or self.reactive is not None or self.switched:
+        if self.reactive is not None or self.switched:
             return
         program = self.program
+        if self._learned is not None and self._sizes is not None and not self.met_other_calls():
+            program.learn_at(self._sizes, self._learned)
+        if not isinstance(self._calls, Learner):
+            return
         program.lessons += 1
         if not self._strange and self.ops > max(program.names, default=-1):
             hooks_out = self.ledger.device.leaves_hooks_out
@@ -555,12 +585,12 @@ class Executor:
         expected = self._recorded.get(number) if number < self._stop else None
         if self._learning:
             self._strange += self.program.names.get(number, name := str(func)) != name
-            if expected is not func and expected != name:
-                self._witness.saw(number, func, args, None, [])
         if expected is not func:
             if type(expected) is not str or expected != str(func):
                 # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
                 # needed it is swapped instead.
+                if self._witnessing:
+                    self._witness.saw(number, func, args, None, [])
                 form = form_of(func)
                 if form.written and self.lineage.is_read():
                     return self._write(func, args, kwargs, None)
@@ -591,7 +621,7 @@ class Executor:
     def _noted(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
         made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
         self._made[number] = ref(made)
-        if self._learning:
+        if self._witnessing:
             self._witness.saw(number, func, args, made, list(made.keys))
         return made
 
@@ -630,6 +660,20 @@ class Executor:
         recording.ended(result, self._saved_since(tick))
         for inner, op in zip(known.ops, recording.made, strict=False):
             self._made[inner.number] = ref(op)
+        return result
+
+    def _learn_call(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call whose ops are looked at, to know it when the input has this size again."""
+        tick = self.tick
+        self._witness.begin(func, args, kwargs)
+        self._witnessing = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._witnessing = False
+        known = self._witness.told(result, self._saved_since(tick))
+        if known is not None and self._learned is not None:
+            self._learned[place] = known
         return result
 
     def _saved_since(self, tick: int) -> tuple[int, ...]:
@@ -702,6 +746,7 @@ class Executor:
             if isinstance(self._calls, Gate):
                 self._calls.give_up()
             self.program, self.switched, self._learning = program, True, False
+            self._witnessing = False
             self._recorded, self._excess_bytes = {}, self._excess_of(program)
             self._spaced.clear()
             self._follow(program.all_ticks)

@@ -326,6 +326,9 @@ class Witness:
         self._entries = entries
         self._watches = False
         self._made: list[tuple[int, Made, list[int]]] = []
+        # Forms and layouts, each once: those of a layer are those of the next one. Types are in them, so that equal
+        # ones are alike in all ways.
+        self._alike: dict[Any, Any] = {}
 
     def begin(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         try:
@@ -339,14 +342,14 @@ class Witness:
         self._watches = is_pure and torch._C._len_torch_dispatch_stack() == 1  # ours
         if not self._watches:
             return
-        self._args = tuple(_form_of(value) for value in args)
-        self._kwargs = {name: _form_of(value) for name, value in kwargs.items()}
+        self._args = self._one(tuple(_form_of(value) for value in args))
+        self._kwargs = {name: self._one(_form_of(value)) for name, value in kwargs.items()}
         self._watches = _NEVER not in self._args and _NEVER not in self._kwargs.values()
         surroundings = _surroundings(self._device_type)
         if surroundings is None or not self._watches:
             self._watches = False
             return
-        self._surroundings = surroundings
+        self._surroundings = self._one(surroundings)
         self._ops = self._writes = self._seeds = 0
         self._written = -1
         self._moved: list[int] = []
@@ -385,19 +388,23 @@ class Witness:
         if made is not None:
             self._made.append((number, made, keys))
 
+    def _one(self, form: Any) -> Any:
+        return self._alike.setdefault(form, form)
+
     def _position(self, tensor: torch.Tensor) -> int:
         return self._positions.get(tensor.untyped_storage()._cdata, -1)
 
     def told(self, result: Any, packs: Iterable[int]) -> KnownCall | None:
         """The call is over; packs: the storages that were saved in it."""
+        seen, self._made = self._made, []  # what they hold is not held on to
         if not self._watches or self._seeds > 1 or -1 in self._moved:
             return None
         if self._writes and (self._ops != 1 or self._written < 0):
             return None
-        numbers = {id(made): op for op, (_, made, _) in enumerate(self._made)}
+        numbers = {id(made): op for op, (_, made, _) in enumerate(seen)}
         in_order = tuple(packs)
         saved = frozenset(in_order)
-        ops = [self._inner(number, made, keys, numbers, saved) for number, made, keys in self._made]
+        ops = [self._inner(number, made, keys, numbers, saved) for number, made, keys in seen]
         try:
             results = self._results(result, numbers)
         except _NO_STORAGE:
@@ -440,7 +447,7 @@ class Witness:
                     origin = self._origin(item.node, next(storages), numbers, saved)
                     if origin is None:
                         return None
-                    places.append((at, within if items is value else -1, origin, item.layout))
+                    places.append((at, within if items is value else -1, origin, self._one(item.layout)))
             if any(type(item) is Argument for item in items):
                 template.append(tuple(_without_tensors(items)) if items is value else None)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ from legroom.schedule import Drop, Instruction, Replay, Schedule
 NO_STORAGE = -2  # the number of none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 MOST_LESSONS = 4  # steps that could not be learned from
+# Of the input, at which the calls of one plan are known: about what one plan serves. Each takes some hundred KiB.
+MOST_SIZES = 32
+
+Sizes = tuple[int, ...]
 
 
 class TakeSpacer(NamedTuple):
@@ -148,6 +153,8 @@ class Program:
         self.learns_itself = False  # what was learned under another plan does not hold here
         self.lesson: Lesson | None = None
         self.lessons = 0
+        self._hooked: Container[int] = ()
+        self._known_at: OrderedDict[Sizes, dict[int, KnownCall]] = OrderedDict()
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
 
@@ -218,6 +225,7 @@ class Program:
         """needed: storages that need an entry; None: all that might have to go."""
         trace = self.trace
         kept = self.statistic_storages
+        sure = needed is not None  # else no hook is left out
         at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
         expected = []
         for tick in hooked:
@@ -230,7 +238,9 @@ class Program:
             expected=expected,
             last_need={i.storage: place for place, here in enumerate(at) for i in here if isinstance(i, Drop | Settle)},
             light=[
-                (2 if number in kept else 1) if is_pack and plain and not at[i] and self._is_sure(number) else 0
+                (2 if number in kept else 1)
+                if is_pack and plain and not at[i] and (sure or self._is_sure(number))
+                else 0
                 for i, (is_pack, number, _, plain) in enumerate(expected)
             ]
             + [0],
@@ -262,6 +272,7 @@ class Program:
         self.learns = False
         self.lesson = lesson
         self.few_ticks = None
+        self._known_at.clear()
         ticks = self.trace.ticks
         packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
         if not lesson.all_inside(self.watched | self.writing, ()):
@@ -278,6 +289,7 @@ class Program:
             moved |= self.statistic_storages
             hooked = needed_ticks(lesson.calls, ticks, moved)
             self.few_ticks = self._ticks(sorted(hooked), needed)
+        self._hooked = hooked
         self.calls = Calls(
             lesson.calls,
             ticks,
@@ -287,17 +299,36 @@ class Program:
             known={
                 i: self._with_statistics(call)
                 for i, call in known.items()
-                if self._may_go_unseen(call, lesson.calls[i], hooked)
+                if self._may_go_unseen(call, lesson.calls[i])
             },
         )
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
+
+    def known_at(self, sizes: Sizes) -> dict[int, KnownCall] | None:
+        """What was learned at this size of the input, by place: the arguments of calls have other forms at others. None
+        where it is new."""
+        known = self._known_at.get(sizes)
+        if known is not None:
+            self._known_at.move_to_end(sizes)
+        return known
+
+    def learn_at(self, sizes: Sizes, known: Mapping[int, KnownCall]) -> None:
+        if self.calls is None:
+            return
+        calls = self.calls.calls
+        seen = {i: self._with_statistics(call) for i, call in known.items() if self._may_go_unseen(call, calls[i])}
+        self.casts_weights |= any(call.casts_weights for call in seen.values())
+        self._known_at[sizes] = seen
+        if len(self._known_at) > MOST_SIZES:
+            self._known_at.popitem(last=False)
 
     def _with_statistics(self, known: KnownCall) -> KnownCall:
         ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)
         return known._replace(ops=tuple(ops)) if self.statistics else known
 
-    def _may_go_unseen(self, known: KnownCall, call: Called, hooked: set[int]) -> bool:
+    def _may_go_unseen(self, known: KnownCall, call: Called) -> bool:
         """Not where something that its ops read is not shown."""
+        hooked = self._hooked
         storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
         return known.needs <= {storage.id for storage in storages if _may_have_to_go(storage)}
 

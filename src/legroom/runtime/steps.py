@@ -17,7 +17,7 @@ from legroom.runtime.census import Census
 from legroom.runtime.executor import Executor
 from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.modes import Interception, OpMode
-from legroom.runtime.program import Program
+from legroom.runtime.program import Program, Sizes
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
@@ -62,6 +62,7 @@ class Setting:
         wait: bool = False,
         due: bool = False,
         trial: bool = False,
+        sizes: Sizes | None = None,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> Executor:
         return Executor(
@@ -74,6 +75,7 @@ class Setting:
             due=due,
             measured=measured,
             trial=trial,
+            sizes=sizes,
             fallbacks=self.fallbacks,
             others=others,
         )
@@ -244,12 +246,13 @@ class PlannedStep:
         trial: bool = False,
         wait: bool = False,
         due: bool = False,
+        sizes: Sizes | None = None,
         others: Callable[[], Sequence[Program]] = tuple,
         at_backward: Callable[[], None] | None = None,
     ) -> None:
         """checks: storages whose replays are held against the real bytes. wait: before they are used. due: before the
         optimizer runs. others: what may be followed instead, where the step turns out to be another one that is known.
-        trial: see `pressure`. at_backward: called when it begins."""
+        trial: see `pressure`. sizes: of the input, where it varies. at_backward: called when it begins."""
         self._setting = setting
         self._others = others
         self._at_backward = at_backward
@@ -257,6 +260,7 @@ class PlannedStep:
         self._checks = checks
         self._wait, self._due = wait, due
         self._trial = trial
+        self._sizes = sizes
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -273,6 +277,7 @@ class PlannedStep:
             due=self._due,
             measured=self._measure,
             trial=self._trial,
+            sizes=self._sizes,
             others=self._others,
         )
         executor.at_backward = self._at_backward
