@@ -33,6 +33,7 @@ from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
+from legroom.runtime.knownsizes import KnownSizes
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
@@ -84,6 +85,7 @@ class Following:
         self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
         self._steps = 0
         self._may_idle = self._device.has_cap
+        self._known_sizes = KnownSizes()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
         self._apart = PlanProcess() if self._device.plans_apart and can_be_sent(self._planner) else None
         self._closed = False
@@ -242,7 +244,7 @@ class Following:
             wait=bool(new) and late,
             due=bool(new) and not late and self._device.answers_later,
             measure=measure,
-            sizes=features,
+            known_at=self._known_sizes.at(features, met=features in course.recorded or features in course.proven),
             others=others,
             at_backward=partial(self._look_at_level, course, rung, more_bytes) if rung.program.few_ticks else None,
         )
@@ -561,6 +563,7 @@ class Following:
         self.forget_plans()
 
     def forget_plans(self) -> None:
+        self._known_sizes.clear()
         for way in self._ways:
             for course in way.courses:
                 course.forget_plans()

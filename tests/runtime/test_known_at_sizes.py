@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import legroom
-from legroom.runtime import program as program_module
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.executor import Executor
+from legroom.runtime.knownsizes import KnownSizes
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep
 from tests.runtime.test_calls import nothing_left
@@ -160,23 +160,76 @@ def planned_program(room: Any) -> Program:
     return room._following.rung.program
 
 
-def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size that was not met for the longest time goes."""
-    monkeypatch.setattr(program_module, "MOST_SIZES", 1)
-    net, optimizer = built()
-    held: list[tuple[int, ...]] = []
-    with legroom.fit(net, optimizer, budget=budget(), planner=random_planner((0, 0, 1, 0), seed=0)) as room:
+class Turned(Net):
+    """What is another in some steps does not show in the arguments."""
 
-        def ended(number: int) -> None:
+    factor = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, {**PLAIN, "scale": self.factor})
+
+
+def test_one_step_of_another_kind_at_a_size(looked_at: Counter[str]) -> None:
+    """What was learned before still holds after it, and what it was itself is known when it comes back."""
+    sizes = [*FIRST, *[13] * 9]
+    odd = len(FIRST) + 4, len(FIRST) + 7, len(FIRST) + 8
+    torch.manual_seed(0)
+    net = Turned()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    ops: list[int] = []
+    with legroom.fit(net, optimizer, budget=budget(), planner=random_planner((0, 0, 1, 0), seed=0)) as room:
+        for number, size in enumerate(sizes):
+            x = torch.randn(size, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
+            looked_at.clear()
+            net.factor = 0.25 if number in odd else 0.5
+            with room.step():
+                net(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ops.append(looked_at["ops"])
             if room._following is not None:
                 room._following.settle()
-                if room._following.rung is not None:
-                    known = planned_program(room)._known_at
-                    assert len(known) <= 1
-                    held.extend(known)
+    before, odd_one, *after = ops[len(FIRST) + 3 :]
+    assert before == 0 and 0 < odd_one <= 6, ops  # one call in each of three layers; the rest is known
+    assert not any(after), ops
 
-        trained(net, optimizer, room.step, CHANGES["nothing"], {}, ended)
-    assert len(set(held)) >= 2
+
+def known(*places: int) -> dict[int, Any]:
+    return {place: f"call {place}" for place in places}
+
+
+def test_what_is_known_is_bounded() -> None:
+    """What was not used for the longest time goes, whichever plan it is of."""
+    sizes = KnownSizes(most=2)
+    first, second, third = (sizes.at((size,), met=False) for size in (1, 2, 3))
+    first.learned(0, known(1))
+    second.learned(7, known(2))
+    assert first.calls(0) == (known(1), False)
+    assert first.calls(7)[0] == {}  # of another plan
+    third.learned(0, known(3))
+    assert len(sizes) == 2
+    assert second.calls(7)[0] == {}
+    assert first.calls(0)[0] == known(1) and third.calls(0)[0] == known(3)
+
+
+def test_what_is_learned_later_is_added() -> None:
+    at = KnownSizes().at((5,), met=False)
+    at.learned(0, known(1, 2))
+    at.learned(0, {2: "another", 3: "new"})  # type: ignore[dict-item]
+    assert at.calls(0) == ({1: "call 1", 2: "another", 3: "new"}, False)
+
+
+@pytest.mark.parametrize("every", [2, 8])
+def test_where_sizes_hardly_ever_come_back_they_are_learned_later(every: int) -> None:
+    sizes = KnownSizes()
+    for size in range(64):
+        at = sizes.at((size,), met=False)
+        assert at.calls(0)[1] or (every == 8 and size >= 32)
+        at.learned(0, {})
+        if size % every == 0:
+            assert at.calls(0) == ({}, False)
+    assert sizes.at((64,), met=False).calls(0)[1] is (every == 2)
+    assert sizes.at((64,), met=True).calls(0)[1]
 
 
 def test_steps_in_which_more_hooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +253,7 @@ def test_steps_in_which_more_hooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
         mine = trained(net, optimizer, room.step, CHANGES["nothing"], {}, ended)
         fallbacks = room.report().fallbacks
-        assert planned_program(room).few_ticks is not None and planned_program(room)._known_at
+        assert planned_program(room).few_ticks is not None and room._following is not None
+        assert len(room._following._known_sizes)
     assert "swapped instead of recomputed" not in fallbacks, fallbacks
     assert same_bits(mine, trained(*built(), contextlib.nullcontext, CHANGES["nothing"], {}))

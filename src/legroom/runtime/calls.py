@@ -217,11 +217,13 @@ class Gate(CallMode):
         record: Callable[[KnownCall, Any, Any, Any], Any],
         may_write: Callable[[Iterable[Any]], None] | None,
         known: Mapping[int, KnownCall],
+        learns: bool,
         learn: Callable[[int, Any, Any, Any], Any] | None,
     ) -> None:
         """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay.
         record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written. known: at
-        this size of the input, by place. learn: makes a call, by place, to know it the next time."""
+        this size of the input, by place. learn: makes a call to know it from now on, one that was another when it was
+        learned; with `learns` any."""
         super().__init__()
         self._calls = calls
         self._ways = [*calls.ways, _NO_WAY]
@@ -235,7 +237,7 @@ class Gate(CallMode):
         self._record = record
         self._may_write = may_write
         self._known = known
-        self._learn = learn
+        self._learns, self._learn = learns, learn
         self._number = 0
         self._extra = 0
         self.strays = 0  # calls that were not known
@@ -296,21 +298,24 @@ class Gate(CallMode):
             self._may_write(touched)
         if need != _LOOKING and not self.open and not ((writes or need == _IF_IT_TRAINS) and self._matters(touched)):
             return func(*args, **kwargs)
-        known = self._known.get(way.place, way.known)
-        if known is not None and not self.open:
-            result = self._record(known, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return self._watched(way, func, args, kwargs)
+        learns = self._learns
+        if not self.open:
+            for known in (self._known.get(way.place), way.known):
+                if known is not None:
+                    result = self._record(known, func, args, kwargs)
+                    if result is not NotImplemented:
+                        return result
+                    learns = True
+        return self._watched(way, func, args, kwargs, learns=learns)
 
-    def _watched(self, way: Way, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watched(self, way: Way, func: Any, args: Any, kwargs: Any, *, learns: bool = False) -> Any:
         self._number_ops(way.ops)
         if self._mode is None or self.open:
             return func(*args, **kwargs)
         self.watching = True
         OPS.put_in(self._mode, 0)  # under the program's own, as if it had been on from the beginning of the step
         try:
-            if self._learn is not None and way.place >= 0:
+            if learns and self._learn is not None:
                 return self._learn(way.place, func, args, kwargs)
             return func(*args, **kwargs)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -25,19 +25,10 @@ from legroom.runtime.census import Census
 from legroom.runtime.checking import Checks, refusal
 from legroom.runtime.device import HostCopy
 from legroom.runtime.knowncalls import KnownCall, Recording, Witness
+from legroom.runtime.knownsizes import KnownAt
 from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
 from legroom.runtime.modes import Interception, OpMode
-from legroom.runtime.program import (
-    MOST_LESSONS,
-    NO_STORAGE,
-    EndSpacer,
-    Program,
-    Settle,
-    Sizes,
-    TakeSpacer,
-    Ticks,
-    also_of,
-)
+from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
 from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
@@ -63,13 +54,13 @@ class Executor:
         due: bool,
         measured: bool,
         trial: bool,
-        sizes: Sizes | None,
+        known_at: KnownAt | None,
         fallbacks: Counter[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
         """checks: storages whose replays are held against the real bytes; wait, due: see `Checks`. others: what to
         follow where the step turns out to be another one that is known. trial: room for what comes next is made sure
-        of, tick by tick. sizes: of the input, where it varies."""
+        of, tick by tick. known_at: the input's size, where that varies."""
         self.ledger = ledger
         self.program = program
         self.device_type = device_type
@@ -108,10 +99,11 @@ class Executor:
         self._calls: Gate | Learner | None = None
         self._strange = 0  # ops that were not those of the trace, where calls are learned
         self._learning = False
-        self._sizes = sizes
         self._witness = Witness(device_type, self.lineage, self.entries)
         self._witnessing = False
-        self._learned: dict[int, KnownCall] | None = None  # at this size, by place; None: nothing is to be
+        self._known_at = known_at
+        self._learns_size = False
+        self._learned: dict[int, KnownCall] = {}  # at this size, by place
         self._in_backward = False
         self._stop = _MOST_OPS
         self._weights_written = False  # whether the program may have written to one in this step
@@ -133,9 +125,10 @@ class Executor:
         mode = OpMode(self.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
-            known = self._known_calls()
-            if known is None:
-                self._learned = {}
+            if self._watchful and self.program.few_ticks is not None:
+                self._known_at = None  # more hooks run than in other steps, so that calls save more than was learned
+            at = self._known_at
+            known, self._learns_size = at.calls(self.program.lesson_number) if at is not None else ({}, False)
             self._calls = Gate(
                 self.program.calls,
                 mode,
@@ -143,8 +136,9 @@ class Executor:
                 matters=self.lineage.knows_any,
                 record=self._record,
                 may_write=self._may_write if self.program.casts_weights else None,
-                known=known or {},
-                learn=self._learn_call if known is None else None,
+                known=known,
+                learns=self._learns_size,
+                learn=self._learn_call if at is not None else None,
             )
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks
@@ -160,13 +154,6 @@ class Executor:
             self._calls.hooks = pack, unpack
         began, ended = self.backward_begins, self.backward_ended
         return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended, depths=depths)
-
-    def _known_calls(self) -> Mapping[int, KnownCall] | None:
-        """Those at this size of the input, by place; None where they are to be learned. Where more hooks run than in
-        other steps, calls save more than was learned."""
-        if self._sizes is None or (self._watchful and self.program.few_ticks is not None):
-            return {}
-        return self.program.known_at(self._sizes)
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[Any], torch.Tensor]]:
         """Pack and unpack. Guards and marks cost as much as the rest: they are there only where they are needed."""
@@ -352,8 +339,9 @@ class Executor:
         if self.reactive is not None or self.switched:
             return
         program = self.program
-        if self._learned is not None and self._sizes is not None and not self.met_other_calls():
-            program.learn_at(self._sizes, self._learned)
+        at = self._known_at
+        if at is not None and (self._learns_size or self._learned) and not self.met_other_calls():
+            at.learned(program.lesson_number, program.fit_to_use(self._learned))
         if not isinstance(self._calls, Learner):
             return
         program.lessons += 1
@@ -667,12 +655,13 @@ class Executor:
         tick = self.tick
         self._witness.begin(func, args, kwargs)
         self._witnessing = True
+        result = None
         try:
             result = func(*args, **kwargs)
         finally:
             self._witnessing = False
-        known = self._witness.told(result, self._saved_since(tick))
-        if known is not None and self._learned is not None:
+            known = self._witness.told(result, self._saved_since(tick))
+        if known is not None:
             self._learned[place] = known
         return result
 

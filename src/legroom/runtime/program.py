@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +22,8 @@ from legroom.schedule import Drop, Instruction, Replay, Schedule
 NO_STORAGE = -2  # the number of none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 MOST_LESSONS = 4  # steps that could not be learned from
-# Of the input, at which the calls of one plan are known: about what one plan serves. Each takes some hundred KiB.
-MOST_SIZES = 32
 
-Sizes = tuple[int, ...]
+_numbers = itertools.count()
 
 
 class TakeSpacer(NamedTuple):
@@ -154,7 +151,7 @@ class Program:
         self.lesson: Lesson | None = None
         self.lessons = 0
         self._hooked: Container[int] = ()
-        self._known_at: OrderedDict[Sizes, dict[int, KnownCall]] = OrderedDict()
+        self.lesson_number = next(_numbers)  # of no other program, and of no lesson before
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
 
@@ -272,7 +269,7 @@ class Program:
         self.learns = False
         self.lesson = lesson
         self.few_ticks = None
-        self._known_at.clear()
+        self.lesson_number = next(_numbers)
         ticks = self.trace.ticks
         packs = [i for i, tick in enumerate(ticks) if tick.kind == "pack"]
         if not lesson.all_inside(self.watched | self.writing, ()):
@@ -304,23 +301,13 @@ class Program:
         )
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
 
-    def known_at(self, sizes: Sizes) -> dict[int, KnownCall] | None:
-        """What was learned at this size of the input, by place: the arguments of calls have other forms at others. None
-        where it is new."""
-        known = self._known_at.get(sizes)
-        if known is not None:
-            self._known_at.move_to_end(sizes)
-        return known
-
-    def learn_at(self, sizes: Sizes, known: Mapping[int, KnownCall]) -> None:
-        if self.calls is None:
-            return
+    def fit_to_use(self, known: Mapping[int, KnownCall]) -> dict[int, KnownCall]:
+        """Of calls that were learned at one size of the input, by place, those that may go unseen there."""
+        assert self.calls is not None  # they were learned by it
         calls = self.calls.calls
-        seen = {i: self._with_statistics(call) for i, call in known.items() if self._may_go_unseen(call, calls[i])}
-        self.casts_weights |= any(call.casts_weights for call in seen.values())
-        self._known_at[sizes] = seen
-        if len(self._known_at) > MOST_SIZES:
-            self._known_at.popitem(last=False)
+        fit = {i: self._with_statistics(call) for i, call in known.items() if self._may_go_unseen(call, calls[i])}
+        self.casts_weights |= any(call.casts_weights for call in fit.values())
+        return fit
 
     def _with_statistics(self, known: KnownCall) -> KnownCall:
         ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)

@@ -16,8 +16,9 @@ from legroom.curve import Curve, read_curve
 from legroom.runtime.census import Census
 from legroom.runtime.executor import Executor
 from legroom.runtime.inputs import InputWatch, Signature
+from legroom.runtime.knownsizes import KnownAt
 from legroom.runtime.modes import Interception, OpMode
-from legroom.runtime.program import Program, Sizes
+from legroom.runtime.program import Program
 from legroom.runtime.recorder import Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
@@ -62,7 +63,7 @@ class Setting:
         wait: bool = False,
         due: bool = False,
         trial: bool = False,
-        sizes: Sizes | None = None,
+        known_at: KnownAt | None = None,
         others: Callable[[], Sequence[Program]] = tuple,
     ) -> Executor:
         return Executor(
@@ -75,7 +76,7 @@ class Setting:
             due=due,
             measured=measured,
             trial=trial,
-            sizes=sizes,
+            known_at=known_at,
             fallbacks=self.fallbacks,
             others=others,
         )
@@ -246,13 +247,13 @@ class PlannedStep:
         trial: bool = False,
         wait: bool = False,
         due: bool = False,
-        sizes: Sizes | None = None,
+        known_at: KnownAt | None = None,
         others: Callable[[], Sequence[Program]] = tuple,
         at_backward: Callable[[], None] | None = None,
     ) -> None:
         """checks: storages whose replays are held against the real bytes. wait: before they are used. due: before the
         optimizer runs. others: what may be followed instead, where the step turns out to be another one that is known.
-        trial: see `pressure`. sizes: of the input, where it varies. at_backward: called when it begins."""
+        trial: see `pressure`. known_at: the input's size, where that varies. at_backward: called when it begins."""
         self._setting = setting
         self._others = others
         self._at_backward = at_backward
@@ -260,7 +261,7 @@ class PlannedStep:
         self._checks = checks
         self._wait, self._due = wait, due
         self._trial = trial
-        self._sizes = sizes
+        self._known_at = known_at
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -277,7 +278,7 @@ class PlannedStep:
             due=self._due,
             measured=self._measure,
             trial=self._trial,
-            sizes=self._sizes,
+            known_at=self._known_at,
             others=self._others,
         )
         executor.at_backward = self._at_backward
