@@ -155,6 +155,23 @@ def test_a_size_that_comes_back(
     assert nothing_left()
 
 
+def test_sizes_that_do_not_come_back_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are calls that the plan itself has learned at another size."""
+    monkeypatch.setattr(KnownSizes, "come_back", lambda _: False)
+    net, optimizer = built()
+    with legroom.fit(net, optimizer, budget=budget(), planner=random_planner((0, 0, 1, 0), seed=0)) as room:
+        for size in (16, 9, 12, 10, 11, 15, 15, 15, 15, 15, 14):
+            with room.step():
+                net(torch.randn(size, CHANNELS, PIXELS, PIXELS), PLAIN).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if room._following is not None:
+                room._following.settle()
+        assert any(way.known is not None for way in planned_program(room).calls.ways)  # type: ignore[union-attr]
+        assert room._following is not None
+        assert all(sizes[0] == 15 for _, sizes in room._following._known_sizes._held)
+
+
 def planned_program(room: Any) -> Program:
     assert room._following is not None and room._following.rung is not None
     return room._following.rung.program
@@ -205,10 +222,10 @@ def test_what_is_known_is_bounded() -> None:
     first.learned(0, known(1))
     second.learned(7, known(2))
     assert first.calls(0) == (known(1), False)
-    assert first.calls(7)[0] == {}  # of another plan
+    assert first.calls(7)[0] is None  # of another plan
     third.learned(0, known(3))
     assert len(sizes) == 2
-    assert second.calls(7)[0] == {}
+    assert second.calls(7)[0] is None
     assert first.calls(0)[0] == known(1) and third.calls(0)[0] == known(3)
 
 

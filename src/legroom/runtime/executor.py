@@ -128,7 +128,7 @@ class Executor:
             if self._watchful and self.program.few_ticks is not None:
                 self._known_at = None  # more hooks run than in other steps, so that calls save more than was learned
             at = self._known_at
-            known, self._learns_size = at.calls(self.program.lesson_number) if at is not None else ({}, False)
+            known, self._learns_size = at.calls(self.program.lesson_number) if at is not None else (None, False)
             self._calls = Gate(
                 self.program.calls,
                 mode,
@@ -136,9 +136,9 @@ class Executor:
                 matters=self.lineage.knows_any,
                 record=self._record,
                 may_write=self._may_write if self.program.casts_weights else None,
-                known=known,
+                known=known or {},
                 learns=self._learns_size,
-                learn=self._learn_call if at is not None else None,
+                learn=self._learn_call if known is not None or self._learns_size else None,
             )
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks

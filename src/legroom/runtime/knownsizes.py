@@ -18,8 +18,6 @@ MOST_SIZES = 256  # of all plans together; a BERT of 12 layers takes 170 KiB eac
 _ENOUGH = 32  # that were learned, to tell whether they come back
 _SELDOM = 0.25
 
-_NOTHING: Mapping[int, KnownCall] = {}
-
 
 class _Held(NamedTuple):
     calls: dict[int, KnownCall]  # by place among the calls of a step
@@ -71,12 +69,10 @@ class KnownAt(NamedTuple):
     sizes: Sizes
     met: bool
 
-    def calls(self, lesson: int) -> tuple[Mapping[int, KnownCall], bool]:
-        """Those that are known, and whether the others are to be learned."""
+    def calls(self, lesson: int) -> tuple[Mapping[int, KnownCall] | None, bool]:
+        """Those that are known, None where nothing has been learned, and whether all are to be learned now."""
         known = self.all_sizes.find(lesson, self.sizes)
-        if known is not None:
-            return known, False
-        return _NOTHING, self.met or self.all_sizes.come_back()
+        return known, known is None and (self.met or self.all_sizes.come_back())
 
     def learned(self, lesson: int, calls: Mapping[int, KnownCall]) -> None:
         self.all_sizes.add(lesson, self.sizes, calls)
