@@ -44,6 +44,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.arguments import positive
 from bench.children import OVER, append_row, out_of_time, run_child
 from bench.measure import LEGROOM, Job, measure, needed_bytes
 from bench.meters import rounded_up
@@ -281,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", type=names_of, default=names_of(DEFAULT_WORKLOADS))
     parser.add_argument("--contenders", type=_contenders, help=f"default: {default_contenders()}")
     parser.add_argument("--quick", action="store_true", help=f"8 steps and {QUICK_CONTENDERS.replace('%', '%%')}")
-    parser.add_argument("--steps", type=int, help="timed steps, fewer for slow contenders (default 20)")
+    parser.add_argument("--steps", type=positive, help="timed steps, fewer for slow contenders (default 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing (default 3)")
     parser.add_argument("--seconds", type=float, default=15.0, help="about as long as one is timed (default 15)")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one contender (default 180)")

@@ -51,6 +51,7 @@ from torch.nn import functional as F
 
 import legroom
 from bench import budget, tables
+from bench.arguments import positive
 from bench.children import OVER, append_row, run_child
 from bench.meters import Meter, at_share, meter_for, rounded_up
 from bench.peers import PEERS
@@ -671,7 +672,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shares", type=_shares, default=[*SHARES, ABOVE], help="budgets (default 75%%,50%%,35%%,25%%,above)"
     )
-    parser.add_argument("--steps", type=int, help=f"that are timed (default {STEPS})")
+    parser.add_argument("--steps", type=positive, help=f"that are timed (default {STEPS})")
     parser.add_argument("--warmup", type=int, help=f"steps before (default {WARMUP})")
     parser.add_argument("--settle", action="store_true", help="wait before timing for plans in the background")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU, to try the benchmark itself")

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
+from bench.arguments import positive
 from bench.children import OVER, TOLD, out_of_time, run_child
 from bench.measure import LEGROOM, Job
 from bench.rows import Results, Row, read, write
@@ -164,9 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budgets", type=_budgets, default=_budgets(DEFAULT_BUDGETS), help="smallest, or shares as 25%%"
     )
-    parser.add_argument("--steps", type=_positive, default=STEPS, help=f"default {STEPS}")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"default {STEPS}")
     parser.add_argument("--seconds", type=float, default=600.0, help="fewer steps where they take longer (default 600)")
-    parser.add_argument("--at-once", type=_positive, default=AT_ONCE, help=f"processes (default {AT_ONCE})")
+    parser.add_argument("--at-once", type=positive, default=AT_ONCE, help=f"processes (default {AT_ONCE})")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one process (default 1800)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for the whole run")
     parser.add_argument("--budget", type=Path, default=ROOT / "bench" / "results" / "budget.json", help="its results")
@@ -176,12 +177,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "endurance.json")
     parser.add_argument("--render", type=Path, help="only write the page beside this results file")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _budgets(text: str) -> list[str]:

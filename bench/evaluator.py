@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import budget, tables
+from bench.arguments import positive
 from bench.children import OVER, out_of_time, run_child
 from bench.measure import LEGROOM, STEADY, Job
 from bench.record import SUFFIX
@@ -342,7 +343,7 @@ def shares(text: str) -> tuple[str, ...]:
 def add_options(parser: argparse.ArgumentParser, *, timeout_seconds: float, results: str) -> None:
     """Those of every benchmark that runs models at shares of their range. results: the name of the file."""
     parser.add_argument("--shares", type=shares, default=SHARES, help="of the range (default 75,50,25)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps (default {STEPS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"timed steps (default {STEPS})")
     parser.add_argument("--seconds", type=float, default=30.0, help="fewer steps where they take longer (default 30)")
     parser.add_argument(
         "--timeout", type=float, default=timeout_seconds, help=f"seconds for one budget (default {timeout_seconds:.0f})"

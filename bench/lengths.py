@@ -45,6 +45,7 @@ from torch.nn import functional as F
 
 import legroom
 from bench import budget, tables
+from bench.arguments import positive
 from bench.children import append_row, run_child
 from bench.meters import CpuMeter
 from bench.rows import Results, Row, read, write
@@ -662,7 +663,7 @@ def _cases(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_cases, default=list(CASES), help="cases, separated by commas")
-    parser.add_argument("--steps", type=int, help=f"of each case (default {STEPS})")
+    parser.add_argument("--steps", type=positive, help=f"of each case (default {STEPS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for the whole run")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one process (default 1800)")
