@@ -24,6 +24,8 @@ MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be on
 REMEMBERED_PEAKS = 4096
 AT_ONCE = "responsive"  # the planner whose plans are replaced
 
+Proof = tuple[int, tuple[int, ...]]  # a recipe by its number, and numbers for what told its calls
+
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -56,7 +58,7 @@ class Course:
     # By the plan's size and the input's; by the input's and () where everything is kept.
     peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
     version: int = 0  # plans of another one were made from what is no longer believed
-    proven: dict[Features, set[int]] = field(default_factory=dict)  # by size, what was seen to give the same bits
+    proven: dict[Features, set[Proof]] = field(default_factory=dict)  # by size, what was seen to give the same bits
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
     recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
     numbers: dict[object, int] = field(default_factory=dict)  # of recipes

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
-from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Rung, Way
+from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Proof, Rung, Way
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
@@ -33,7 +33,7 @@ from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
-from legroom.runtime.knownsizes import KnownSizes
+from legroom.runtime.knownsizes import KnownAt, KnownSizes
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
@@ -225,7 +225,8 @@ class Following:
         if rung.program.idle and self._may_idle and call.tells_all and roomy:
             return LeftAlone()
         self._teach(rung.program, course.lesson, every=every)
-        new = self._unproven(course, features, rung.program)
+        known_at = rung.program.known_at(self._known_sizes, features)
+        new = self._unproven(course, features, rung.program, known_at)
         checks = new or rung.program.one_replayed(course.planned)
         measure = course.planned < MEASURED_STEPS or course.planned in CHECKS
 
@@ -244,7 +245,7 @@ class Following:
             wait=bool(new) and late,
             due=bool(new) and not late and self._device.answers_later,
             measure=measure,
-            known_at=self._known_sizes.at(features, met=features in course.recorded or features in course.proven),
+            known_at=known_at,
             others=others,
             at_backward=partial(self._look_at_level, course, rung, more_bytes) if rung.program.few_ticks else None,
         )
@@ -267,12 +268,15 @@ class Following:
         elif lesson is not None and program.learns and not program.learns_itself:
             program.learn(lesson, {}, may_leave_hooks_out=few)
 
-    def _unproven(self, course: Course, features: Features, program: Program) -> frozenset[int]:
-        """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one."""
-        if features in course.recorded:
-            return frozenset()
-        proven: Set[int] = course.proven.get(features, frozenset())
-        return frozenset(s for s, recipe in self._recipes(course, program).items() if recipe not in proven)
+    def _unproven(
+        self, course: Course, features: Features, program: Program, known_at: KnownAt | None
+    ) -> frozenset[int]:
+        """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one, or
+        be told wrong from others."""
+        proofs = ((s, (recipe, program.told_by(s, known_at))) for s, recipe in self._recipes(course, program).items())
+        seen = features in course.recorded
+        proven: Set[Proof] = course.proven.get(features, frozenset())
+        return frozenset(s for s, proof in proofs if proof not in proven and (proof[1] or not seen))
 
     def _recipes(self, course: Course, program: Program) -> Mapping[int, int]:
         """Of each storage that a program makes again, a number for the way in which it does."""
@@ -526,7 +530,7 @@ class Following:
             proven = course.proven.setdefault(call.features, set())
             for storage, times in inner.executor.checks.replayed.items():
                 if times >= len(program.recipes[storage]):
-                    proven.add(recipes[storage])
+                    proven.add((recipes[storage], program.told_by(storage, inner.known_at)))
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))

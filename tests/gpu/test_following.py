@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import legroom
+from legroom.runtime import executor
+from legroom.runtime.knowncalls import Recording
 
 pytestmark = pytest.mark.gpu
 
@@ -54,8 +57,8 @@ def _deterministic() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("share", [0.4])
-def test_the_same_bits_under_the_cap(share: float) -> None:
+def budget_for(share: float) -> int:
+    """Of the range from the smallest peak to the plain one, at the longest input."""
     model, optimizer = build()
     ids, labels = torch.ones(32, 384, dtype=torch.long, device="cuda"), torch.ones(32, dtype=torch.long, device="cuda")
 
@@ -67,8 +70,12 @@ def test_the_same_bits_under_the_cap(share: float) -> None:
 
     trace = legroom.capture(longest, model=model, optimizer=optimizer)
     floor = legroom.floor_bytes(trace)
-    budget = int(floor + share * (trace.peak_bytes - floor))
-    del model, optimizer
+    return int(floor + share * (trace.peak_bytes - floor))
+
+
+@pytest.mark.parametrize("share", [0.4])
+def test_the_same_bits_under_the_cap(share: float) -> None:
+    budget = budget_for(share)
     expected = [t.cpu() for t in train(*build(), LENGTHS, nullcontext)]
     model, optimizer = build()
     torch.cuda.empty_cache()
@@ -85,3 +92,36 @@ def test_the_same_bits_under_the_cap(share: float) -> None:
     assert report.planned_steps >= 20
     errors = [s.predicted_bytes / s.measured_bytes - 1 for s in report.followed.steps if s.predicted_bytes]
     assert errors and sum(map(abs, errors)) / len(errors) <= 0.01
+
+
+def test_calls_at_sizes_that_were_never_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told from those at others."""
+    known, new = [384, 256, 320, 288, 352], [270, 310, 340, 365, 280, 333]
+    lengths = [*known, 264, 376, 300, *known * 2, *new, *new]
+    budget = budget_for(0.25)
+    expected = [t.cpu() for t in train(*build(), lengths, nullcontext)]
+    counts = [0]  # of those that are told, in each step
+
+    class Counted(Recording):
+        def __init__(self, *args: Any, told: bool) -> None:
+            counts[-1] += told
+            super().__init__(*args, told=told)
+
+    monkeypatch.setattr(executor, "Recording", Counted)
+    model, optimizer = build()
+    torch.cuda.empty_cache()
+    with legroom.fit(model, optimizer, budget=budget) as room:
+
+        @contextmanager
+        def step() -> Iterator[None]:
+            with room.step():
+                yield
+            if room._following is not None:
+                room._following.settle()
+            counts.append(0)
+
+        found = [t.cpu() for t in train(model, optimizer, lengths, step)]
+        fallbacks = room.report().fallbacks
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert any(counts[-1 - 2 * len(new) : -1 - len(new)]) and any(counts[-1 - len(new) : -1]), counts
+    assert not set(fallbacks) & {"a replay gave other bits and was not used", "swapped instead of recomputed"}

@@ -1,8 +1,9 @@
-"""Where inputs change size, calls are recorded without a look at their ops once a size comes back."""
+"""Where inputs change size, calls are recorded without a look at their ops, as known from sizes met before."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -12,9 +13,23 @@ import pytest
 import torch
 
 import legroom
+from legroom.runtime import lifting
+from legroom.runtime.calls import Called, Lesson
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.executor import Executor
-from legroom.runtime.knownsizes import KnownSizes
+from legroom.runtime.knowncalls import Inner, KnownCall
+from legroom.runtime.knownsizes import (
+    MOST_EXACT,
+    MOST_LESSONS,
+    MOST_MISSES,
+    MOST_PLANS,
+    MOST_SIZES,
+    MOST_STEPS,
+    KnownAt,
+    KnownSizes,
+    Variant,
+    _Known,
+)
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep
 from tests.runtime.test_calls import nothing_left
@@ -30,6 +45,7 @@ from tests.runtime.test_known_calls import (
     recorded,
     same_bits,
 )
+from tests.runtime.test_lifting import call
 from tests.runtime.test_random_plans import random_planner
 
 __all__ = ["other_kernels", "recorded"]  # fixtures
@@ -155,21 +171,123 @@ def test_a_size_that_comes_back(
     assert nothing_left()
 
 
-def test_sizes_that_do_not_come_back_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are calls that the plan itself has learned at another size."""
-    monkeypatch.setattr(KnownSizes, "come_back", lambda _: False)
+NEW = [24, 14, 18, 22, 16, 20, 24, 14, 18, 22, 16, 20, 24, 15, 21, 17, 23, 19, 13, 15]
+
+
+def follow(
+    room: Any, net: Net, optimizer: torch.optim.Optimizer, sizes: list[int], after: Callable[[int], None]
+) -> list[Any]:
+    """room: a function that gives what is around a step. after: called behind each."""
+    torch.manual_seed(1)
+    taken: list[Any] = []
+    for number, size in enumerate(sizes):
+        x = torch.randn(size, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
+        with room():
+            loss = net(x, PLAIN)
+            loss.backward()
+            # Bytes, not tensors: those would count.
+            taken += [loss.item(), *(p.grad.numpy().tobytes() for p in net.parameters() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        after(number)
+    return [*taken, *(t.detach().numpy().tobytes() for t in (*net.parameters(), *net.buffers()))]
+
+
+@pytest.fixture
+def little_budget() -> int:
+    """In which no size of NEW fits as it is."""
+    gc.collect()
     net, optimizer = built()
-    with legroom.fit(net, optimizer, budget=budget(), planner=random_planner((0, 0, 1, 0), seed=0)) as room:
-        for size in (16, 9, 12, 10, 11, 15, 15, 15, 15, 15, 14):
-            with room.step():
-                net(torch.randn(size, CHANNELS, PIXELS, PIXELS), PLAIN).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+
+    def captured(size: int) -> Any:
+        def step() -> None:
+            net(torch.randn(size, CHANNELS, PIXELS, PIXELS), PLAIN).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return legroom.capture(step, model=net, optimizer=optimizer)
+
+    floor, peak = legroom.floor_bytes(captured(max(NEW))), captured(min(NEW)).peak_bytes
+    assert floor < peak
+    return (floor + 4 * peak) // 5
+
+
+@pytest.mark.parametrize("few_hooks", [False, True])
+def test_sizes_that_were_never_met(
+    few_hooks: bool, little_budget: int, looked_at: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their calls are told from those of others, under any plan."""
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    net, optimizer = built()
+    ops: list[int] = []
+    programs: list[Program | None] = []
+    with legroom.fit(net, optimizer, budget=little_budget, planner=random_planner((0, 0, 1, 0), seed=0)) as room:
+
+        def after(_: int) -> None:
+            following = room._following
+            ops.append(looked_at.pop("ops", 0))
+            if following is not None:
+                following.settle()
+            programs.append(following.rung.program if following is not None and following.rung is not None else None)
+
+        mine = follow(room.step, net, optimizer, NEW, after)
+        steps = room.report().followed.steps[-6:]  # type: ignore[union-attr]
+        fallbacks = room.report().fallbacks
+    assert [step.course for step in steps] == ["planned"] * 6
+    assert not set(fallbacks) & {"a replay gave other bits and was not used", "swapped instead of recomputed"}
+    assert len(set(programs[-6:])) > 1  # plans
+    assert not any(ops[-6:]), ops
+    assert mine == follow(contextlib.nullcontext, *built(), NEW, lambda _: None)
+    assert nothing_left()
+
+
+@pytest.mark.parametrize("before", ["nothing", "met before it was told", "looked at when it was told"])
+def test_what_is_told_wrong_is_not_used(
+    before: str, little_budget: int, recorded: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not at a size at which the same replay was seen to give the same bits before, without being told."""
+    last = 19
+    sizes = [size for size in NEW if size != last]
+    sizes = [*sizes[:9], *[last] * 3 * before.startswith("met"), *sizes[9:], last, last]
+    turned = False
+    tell, add, planned = lifting._op_at, _Known.add, PlannedStep.__init__
+
+    def looked_at_once(self: PlannedStep, *args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        planned(self, *args, **{**kwargs, "measure": turned and not seen})
+        seen |= turned
+
+    seen = False
+    if before.startswith("looked"):
+        monkeypatch.setattr(CpuDevice, "leaves_hooks_out", True)
+        monkeypatch.setattr(PlannedStep, "__init__", looked_at_once)
+
+    def wrong(op: Inner, *rest: Any) -> Inner:
+        told = tell(op, *rest)
+        return told._replace(args=(*told.args[:1], 0.25)) if turned and op.func._opname == "mul" else told
+
+    def no_sample(self: _Known, sizes: tuple[int, ...], call: KnownCall | None, *, was_told: bool) -> bool:
+        return sizes[0] != last and add(self, sizes, call, was_told=was_told)
+
+    monkeypatch.setattr(lifting, "_op_at", wrong)
+    monkeypatch.setattr(_Known, "add", no_sample)
+    net, optimizer = built()
+    with legroom.fit(net, optimizer, budget=little_budget, planner=random_planner((0, 0, 1, 0), seed=0)) as room:
+
+        def after(number: int) -> None:
+            nonlocal turned
             if room._following is not None:
                 room._following.settle()
-        assert any(way.known is not None for way in planned_program(room).calls.ways)  # type: ignore[union-attr]
-        assert room._following is not None
-        assert all(sizes[0] == 15 for _, sizes in room._following._known_sizes._held)
+            if number == len(sizes) - 3:
+                turned = True
+                for lesson in room._following._known_sizes._lessons.values():  # type: ignore[union-attr]
+                    lesson.steps.clear()  # what was told at the last size before
+
+        mine = follow(room.step, net, optimizer, sizes, after)
+        fallbacks = room.report().fallbacks
+    assert fallbacks["a replay gave other bits and was not used"] > 0, fallbacks
+    assert mine == follow(contextlib.nullcontext, *built(), sizes, lambda _: None)
 
 
 def planned_program(room: Any) -> Program:
@@ -211,42 +329,170 @@ def test_one_step_of_another_kind_at_a_size(looked_at: Counter[str]) -> None:
     assert not any(after), ops
 
 
-def known(*places: int) -> dict[int, Any]:
-    return {place: f"call {place}" for place in places}
+LESSON = Lesson((), frozenset(), frozenset())
+PLACES = 1, 2, 3
+VARIANTS = [Variant(place, (10 + place,), (), (None,)) for place in PLACES]
+
+
+def at(known: KnownSizes, size: int, variants: list[Variant] = VARIANTS, number: int = 0) -> KnownAt:
+    return known.at(LESSON, number, variants, (4, size), lambda place, call: True)
+
+
+def calls_of(step: KnownAt) -> dict[int, KnownCall]:
+    return {place: known for place in PLACES if (known := step.call(place)) is not None}
+
+
+def learned_at(known: KnownSizes, *sizes: int, variants: list[Variant] = VARIANTS, number: int = 0) -> None:
+    for size in sizes:
+        step = at(known, size, variants, number)
+        assert step.learns == {variant.place for variant in variants}
+        step.learned({variant.place: call(size) for variant in variants})
+
+
+def test_a_call_is_learned_at_three_sizes() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    for size in (20, 41, 20, 41, 41):
+        step = at(known, size)
+        assert not step.learns and calls_of(step) == dict.fromkeys(PLACES, call(size))
+        assert bool(step.told) is (size == 41)
+    assert step.told_ops == {11, 12, 13}
+    assert step is at(known, 41)
+
+
+def test_plans_share_what_they_need_alike() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    other = [VARIANTS[0], Variant(2, (12, 99), (), (None, None)), VARIANTS[2]]
+    step = at(known, 41, other, number=1)
+    assert step.learns == {2} and calls_of(step).keys() == {1, 3}
+    assert step.told_by(0, [1, 2]) == (step.told[1],) and step.told_by(5, [2]) == ()
+    learned_at(known, 20, 50, 32, variants=other[1:2], number=2)
+    assert calls_of(at(known, 41, other, number=1)).keys() == {1, 2, 3}
+
+
+def test_what_is_learned_alike_is_one_lesson() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    for number in range(1, 50):
+        lesson = Lesson((), frozenset(), frozenset())
+        assert lesson is not LESSON
+        assert not known.at(lesson, number, VARIANTS, (4, 41), lambda place, call: True).learns
+    assert known.at(Lesson((), frozenset((1,)), frozenset()), 0, VARIANTS, (4, 41), lambda place, call: True).learns
+
+
+def test_a_function_that_cannot_be_compared() -> None:
+    class Odd:
+        __hash__ = None  # type: ignore[assignment]
+
+    lesson = Lesson((Called(Odd(), range(1), range(0)),), frozenset(), frozenset())
+    known = KnownSizes()
+    for size in (20, 50, 32):
+        known.at(lesson, 0, VARIANTS, (4, size), lambda place, call: True).learned({1: call(size)})
+    assert known.at(lesson, 0, VARIANTS, (4, 41), lambda place, call: True).call(1) == call(41)
+
+
+def test_what_another_sample_tells_is_told_anew() -> None:
+    """Proofs of what was told before do not count for it."""
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    before = at(known, 41)
+    other = known.at(LESSON, 0, VARIANTS, (5, 41), lambda place, call: True)
+    assert other.call(1) is None and 1 in other.learns and 1 not in other.told  # in that direction nothing was seen
+    other.learned({1: call(41)})
+    after = at(known, 41)
+    assert before.told[1] != after.told[1] and before.told[2] == after.told[2]
+    assert before.told_by(0, PLACES) != after.told_by(0, PLACES)
+
+
+def test_what_is_not_told_after_all_counts_as_looked_at() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    step = known.at(LESSON, 0, VARIANTS, (5, 41), lambda place, call: True)
+    assert step.told_by(0, PLACES) == tuple(step.told.values()) and step.told_ops == {11, 12, 13}
+    assert step.call(2) is None
+    assert len(step.told_by(0, PLACES)) == 2 and step.told_ops == {11, 13}
+
+
+@pytest.mark.parametrize("size", [20, 41])
+def test_what_was_not_as_it_was_known_tells_nothing(size: int) -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    odd = call(size, seeded=True)
+    at(known, size).learned({1: odd, 99: odd})  # 99: nothing was to be known of that one
+    assert calls_of(at(known, size)) == {1: odd, 2: call(size), 3: call(size)}
+    assert at(known, 47).call(1) == call(47)
+
+
+def test_what_is_often_not_as_it_was_told_is_told_no_more() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    for size in range(100, 100 + MOST_MISSES):
+        assert 1 in at(known, size).told
+        at(known, size).learned({1: call(size, seeded=True), 2: None})
+    step = at(known, 200)
+    assert step.told.keys() == {3} and not calls_of(step).keys() & {1, 2}
+
+
+def test_other_sizes_are_not_told_anew_without_need() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    steps = {size: at(known, size) for size in (41, 43, 41, 43)}
+    at(known, 41).learned({1: call(41, seeded=True)})
+    assert at(known, 43) is steps[43] and at(known, 41) is not steps[41]
+
+
+@pytest.mark.parametrize("odd", [lambda _: None, lambda size: call(size, seeded=size % 2 == 0)])
+def test_learning_ends(odd: Callable[[int], KnownCall | None]) -> None:
+    """Where a call cannot be known, or cannot be told."""
+    known = KnownSizes()
+    for size in range(2, 40):
+        step = at(known, size)
+        step.call(1)
+        assert (1 in step.learns) is (size < 2 + MOST_SIZES)
+        step.learned({place: odd(size) if place == 1 else call(size) for place in step.learns})
+    assert calls_of(at(known, 50)).keys() == {2, 3}
+
+
+def test_a_size_that_comes_back_is_learned_where_it_is_not_told() -> None:
+    known = KnownSizes()
+    for turn in range(4):
+        for size in range(2, 20):
+            step = at(known, size)
+            found = step.call(1)
+            assert (found is None) is (turn == 0 or (turn == 1 and size >= 2 + MOST_SIZES))
+            assert (1 in step.learns) is (found is None and (turn == 1 or size < 2 + MOST_SIZES))
+            step.learned({place: call(size, seeded=size % 2 == 0) for place in step.learns})
+
+
+def test_what_is_not_fit_for_a_plan_is_neither_known_nor_learned() -> None:
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    step = known.at(LESSON, 1, VARIANTS, (4, 41), lambda place, call: place != 2)
+    assert calls_of(step).keys() == step.told.keys() == {1, 3} and not step.learns
 
 
 def test_what_is_known_is_bounded() -> None:
-    """What was not used for the longest time goes, whichever plan it is of."""
-    sizes = KnownSizes(most=2)
-    first, second, third = (sizes.at((size,), met=False) for size in (1, 2, 3))
-    first.learned(0, known(1))
-    second.learned(7, known(2))
-    assert first.calls(0) == (known(1), False)
-    assert first.calls(7)[0] is None  # of another plan
-    third.learned(0, known(3))
-    assert len(sizes) == 2
-    assert second.calls(7)[0] is None
-    assert first.calls(0)[0] == known(1) and third.calls(0)[0] == known(3)
-
-
-def test_what_is_learned_later_is_added() -> None:
-    at = KnownSizes().at((5,), met=False)
-    at.learned(0, known(1, 2))
-    at.learned(0, {2: "another", 3: "new"})  # type: ignore[dict-item]
-    assert at.calls(0) == ({1: "call 1", 2: "another", 3: "new"}, False)
-
-
-@pytest.mark.parametrize("every", [2, 8])
-def test_where_sizes_hardly_ever_come_back_they_are_learned_later(every: int) -> None:
-    sizes = KnownSizes()
-    for size in range(64):
-        at = sizes.at((size,), met=False)
-        assert at.calls(0)[1] or (every == 8 and size >= 32)
-        at.learned(0, {})
-        if size % every == 0:
-            assert at.calls(0) == ({}, False)
-    assert sizes.at((64,), met=False).calls(0)[1] is (every == 2)
-    assert sizes.at((64,), met=True).calls(0)[1]
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    for size in range(60, 60 + 3 * MOST_STEPS):
+        at(known, size)
+    (lesson,) = known._lessons.values()
+    assert len(lesson.steps) == MOST_STEPS
+    for size in range(1000, 1000 + 3 * MOST_EXACT):  # not what was told
+        at(known, size).learned({1: call(size, seeded=True)})
+    assert len(lesson.variants[VARIANTS[0]].exact) == MOST_EXACT
+    for number in range(1, 3 * MOST_PLANS):
+        plan = [Variant(place, (number, place), (), (None, None)) for place in range(10)]
+        last = at(known, 41, plan, number)
+    lesson.steps.clear()
+    assert len(lesson.plans) == MOST_PLANS and len(lesson.variants) == 10 * MOST_PLANS
+    last.learned({1: call(41)})
+    for number in range(100):
+        known.at(Lesson((), frozenset((number,)), frozenset()), number, VARIANTS, (4, 41), lambda place, call: True)
+    assert len(known._lessons) == MOST_LESSONS and len(known._found) <= MOST_PLANS
+    known.clear()
+    learned_at(known, 20, 50, 32)
 
 
 def test_steps_in_which_more_hooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,15 +508,18 @@ def test_steps_in_which_more_hooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PlannedStep, "__init__", measuring)
     net, optimizer = built()
+    learned = False
     with legroom.fit(net, optimizer, budget=budget(), planner=random_planner((1, 0, 2, 0), seed=0)) as room:
 
         def ended(_: int) -> None:
+            nonlocal learned
             if room._following is not None:
                 room._following.settle()
+                lessons = room._following._known_sizes._lessons.values()
+                learned |= any(variant.exact for lesson in lessons for variant in lesson.variants.values())
 
         mine = trained(net, optimizer, room.step, CHANGES["nothing"], {}, ended)
         fallbacks = room.report().fallbacks
-        assert planned_program(room).few_ticks is not None and room._following is not None
-        assert len(room._following._known_sizes)
+        assert planned_program(room).few_ticks is not None and learned
     assert "swapped instead of recomputed" not in fallbacks, fallbacks
     assert same_bits(mine, trained(*built(), contextlib.nullcontext, CHANGES["nothing"], {}))

@@ -146,10 +146,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     class Counted(Recording):
-        def __init__(self, known: KnownCall, *args: Any) -> None:
+        def __init__(self, known: KnownCall, *args: Any, told: bool) -> None:
             counts["all"] += 1
             counts["attention"] += known.switches is not None
-            super().__init__(known, *args)
+            super().__init__(known, *args, told=told)
 
         def is_saved(self, entry: Any, packs: tuple[int, ...]) -> bool:
             assert packs and not super().is_saved(entry, (-1, *packs[1:])), "after a save that was not learned"

@@ -131,6 +131,10 @@ class Calls:
         # Those that need nothing at all.
         self.passed = {i for i, way in enumerate(self.ways) if way.need == _NOTHING and way.hooked is None}
 
+    def looked_at(self) -> list[int]:
+        """Places of those whose ops may have to be known."""
+        return [way.place for way in self.ways if way.need != _NOTHING]
+
 
 class CallMode(TorchFunctionMode):
     """In force from the beginning of a step, but not inside the engine and the optimizer."""
@@ -214,16 +218,16 @@ class Gate(CallMode):
         *,
         number_ops: Callable[[range], None],
         matters: Callable[[Iterable[Any]], bool],
-        record: Callable[[KnownCall, Any, Any, Any], Any],
+        record: Callable[[int, KnownCall, Any, Any, Any], Any],
         may_write: Callable[[Iterable[Any]], None] | None,
-        known: Mapping[int, KnownCall],
-        learns: bool,
+        known: Callable[[int], KnownCall | None],
+        learns: Container[int],
         learn: Callable[[int, Any, Any, Any], Any] | None,
     ) -> None:
         """number_ops: the numbers of the ops that come now. matters: whether one of these tensors is of a replay.
-        record: makes a call that is known, or says NotImplemented. may_write: hears of what may be written. known: at
-        this size of the input, by place. learn: makes a call to know it from now on, one that was another when it was
-        learned; with `learns` any."""
+        record: makes a call that is known, or says NotImplemented; with its place if it is known at this size of the
+        input, else -1. may_write: hears of what may be written. known: at this size, by place. learn: makes a call to
+        know it from now on: those at the places in `learns`, and those that were others when they were learned."""
         super().__init__()
         self._calls = calls
         self._ways = [*calls.ways, _NO_WAY]
@@ -298,15 +302,15 @@ class Gate(CallMode):
             self._may_write(touched)
         if need != _LOOKING and not self.open and not ((writes or need == _IF_IT_TRAINS) and self._matters(touched)):
             return func(*args, **kwargs)
-        learns = self._learns
+        declined = False
         if not self.open:
-            for known in (self._known.get(way.place), way.known):
+            for place, known in ((way.place, self._known(way.place)), (-1, way.known)):
                 if known is not None:
-                    result = self._record(known, func, args, kwargs)
+                    result = self._record(place, known, func, args, kwargs)
                     if result is not NotImplemented:
                         return result
-                    learns = True
-        return self._watched(way, func, args, kwargs, learns=learns)
+                    declined = True
+        return self._watched(way, func, args, kwargs, learns=declined or way.place in self._learns)
 
     def _watched(self, way: Way, func: Any, args: Any, kwargs: Any, *, learns: bool = False) -> Any:
         self._number_ops(way.ops)

@@ -39,6 +39,10 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 NOT_USED = "a replay gave other bits and was not used"
 
 
+def _nothing_known(_: int) -> None:
+    return None
+
+
 class Executor:
     """The hooks and the op handler of one planned step."""
 
@@ -102,8 +106,8 @@ class Executor:
         self._witness = Witness(device_type, self.lineage, self.entries)
         self._witnessing = False
         self._known_at = known_at
-        self._learns_size = False
-        self._learned: dict[int, KnownCall] = {}  # at this size, by place
+        self._told_ops = known_at.told_ops if known_at is not None and checks else frozenset()
+        self._learned: dict[int, KnownCall | None] = {}  # at this size, by place
         self._in_backward = False
         self._stop = _MOST_OPS
         self._weights_written = False  # whether the program may have written to one in this step
@@ -128,7 +132,6 @@ class Executor:
             if self._watchful and self.program.few_ticks is not None:
                 self._known_at = None  # more hooks run than in other steps, so that calls save more than was learned
             at = self._known_at
-            known, self._learns_size = at.calls(self.program.lesson_number) if at is not None else (None, False)
             self._calls = Gate(
                 self.program.calls,
                 mode,
@@ -136,9 +139,9 @@ class Executor:
                 matters=self.lineage.knows_any,
                 record=self._record,
                 may_write=self._may_write if self.program.casts_weights else None,
-                known=known or {},
-                learns=self._learns_size,
-                learn=self._learn_call if known is not None or self._learns_size else None,
+                known=at.call if at is not None else _nothing_known,
+                learns=at.learns if at is not None else (),
+                learn=self._learn_call if at is not None else None,
             )
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks
@@ -340,8 +343,8 @@ class Executor:
             return
         program = self.program
         at = self._known_at
-        if at is not None and (self._learns_size or self._learned) and not self.met_other_calls():
-            at.learned(program.lesson_number, program.fit_to_use(self._learned))
+        if at is not None and self._learned and not self.met_other_calls():
+            at.learned(self._learned)
         if not isinstance(self._calls, Learner):
             return
         program.lessons += 1
@@ -531,9 +534,13 @@ class Executor:
         self._settle(entry)
 
     def _ran_as_planned(self) -> bool:
-        """Whether normalisations of the last replay that are to be short were: what was compared is what is proven."""
-        short = self.program.statistics
-        return all(a.made.statistics is not None for a in self._ran if a.made.order - self._first in short)
+        """Whether normalisations of the last replay that are to be short were, and ops that are to be told from other
+        sizes: what was compared is what is proven."""
+        short, told = self.program.statistics, self._told_ops
+        ran = [(action.made, action.made.order - self._first) for action in self._ran]
+        return all(
+            (made.statistics is not None or op not in short) and (made.told or op not in told) for made, op in ran
+        )
 
     def _hear_what_is_due(self) -> None:
         """Of replays that were never proven at this size: before what they led to is used."""
@@ -632,13 +639,15 @@ class Executor:
         except (NotImplementedError, RuntimeError):  # no storage of its own
             return False
 
-    def _record(self, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call whose ops are known. NotImplemented where it is another than the one that was learned."""
+    def _record(self, place: int, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call whose ops are known. NotImplemented where it is another than the one that was learned. place:
+        among the calls that are known at this size."""
         tensors = known.tensors(args, kwargs, self.device_type)
         if tensors is None or (known.casts_weights and self._weights_written):
             return NotImplemented
         self._statistics.clear()  # of a call that failed
-        recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as)
+        told = self._known_at is not None and place in self._known_at.told
+        recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as, told=told)
         tick = self.tick
         within, self._recording = self._recording, (recording, tick)
         try:
@@ -651,7 +660,7 @@ class Executor:
         return result
 
     def _learn_call(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call whose ops are looked at, to know it when the input has this size again."""
+        """Make a call whose ops are looked at, to know it from now on."""
         tick = self.tick
         self._witness.begin(func, args, kwargs)
         self._witnessing = True
@@ -661,8 +670,7 @@ class Executor:
         finally:
             self._witnessing = False
             known = self._witness.told(result, self._saved_since(tick))
-        if known is not None:
-            self._learned[place] = known
+        self._learned[place] = self.program.with_statistics(known) if known is not None else None
         return result
 
     def _saved_since(self, tick: int) -> tuple[int, ...]:

@@ -208,6 +208,7 @@ class Recording:
     """One call of which all is known, from before it is made: its ops as if they had been seen.
 
     saved_as: a tensor over a storage that was saved in the call, if it is in memory. The ops are numbered from `first`.
+    told: it is known from other sizes of the input.
     """
 
     def __init__(
@@ -218,8 +219,10 @@ class Recording:
         entries: Mapping[int, Entry],
         first: int,
         saved_as: Callable[[int], torch.Tensor | None],
+        *,
+        told: bool,
     ) -> None:
-        self._known, self._tensors = known, tensors
+        self._known, self._tensors, self._told = known, tensors, told
         self._lineage, self._entries, self._first, self._saved_as = lineage, entries, first, saved_as
         self._given: dict[int, Node] = {}
         for position in known.read:
@@ -313,7 +316,10 @@ class Recording:
             form, written = inner.form, inner.written
             # Not the grad mode of this moment: hooks run without.
             grad = self._known.surroundings[0]
-            made.append(Made.again(number, inner.func, args, inner.kwargs, inputs, form, written, self._rng, grad=grad))
+            again = Made.again(
+                number, inner.func, args, inner.kwargs, inputs, form, written, self._rng, grad=grad, told=self._told
+            )
+            made.append(again)
         return True
 
 

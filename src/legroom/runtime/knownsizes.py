@@ -1,78 +1,231 @@
-"""What was learned of a program's calls at single sizes of its input, over all plans of a room.
+"""What is known of a program's calls at single sizes of its input.
 
-The arguments of a call have other forms at other sizes, so what is known of it (see `knowncalls`) holds for one size
-under one plan. It is learned when the size is met, and used when it comes back. Where sizes hardly ever do, it is
-learned when they have come back once.
+The arguments of a call have other forms at other sizes, so what is known of it (see `knowncalls`) holds for one size. A
+call is learned at the first few sizes; for others it is told from those (see `lifting`), and where that cannot be, it
+is learned when a size comes back. All plans share what they need alike: those that have the same of its ops recorded
+and the same of its saves hooked.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
+if TYPE_CHECKING:
+    from legroom.runtime.calls import Lesson
 from legroom.runtime.knowncalls import KnownCall
+from legroom.runtime.lifting import Finder, LiftedCall, Sizes, Tellers, Unsure
 
-Sizes = tuple[int, ...]
-MOST_SIZES = 256  # of all plans together; a BERT of 12 layers takes 170 KiB each
-_ENOUGH = 32  # that were learned, to tell whether they come back
-_SELDOM = 0.25
+FEWEST_SIZES = 3  # at which a call is learned before it is told for others
+MOST_SIZES = 6  # at which it is learned where it cannot be told, or cannot be known
+MOST_EXACT = 64  # sizes of one call at which it is known as it was
+MOST_MISSES = 8  # calls that were not as they were told; from then on none is told
+MOST_MET = 4096
+MOST_LESSONS = 8
+MOST_PLANS = 64  # of one op sequence
+MOST_STEPS = 256  # of different sizes, or under different plans
+
+_editions = itertools.count()
+Fits = Callable[[int, KnownCall], bool]
 
 
-class _Held(NamedTuple):
-    calls: dict[int, KnownCall]  # by place among the calls of a step
-    used: bool
+class Variant(NamedTuple):
+    """A call as one plan needs it."""
+
+    place: int  # among the calls of a step
+    recorded: tuple[int, ...]  # ops
+    hooked: tuple[int, ...]  # ticks
+    statistics: tuple[tuple[int, int] | None, ...]  # of the ops, where replays have a use for them
+
+
+class _Known:
+    """One variant at all sizes."""
+
+    def __init__(self) -> None:
+        self.samples: dict[Sizes, KnownCall] = {}
+        # By size as it was last: what was not as it was told is known from then on, but is no rule for others.
+        self.exact: dict[Sizes, KnownCall] = {}
+        self.edition = -1  # of what tells it
+        self._failures = 0
+        self._misses = 0
+        self._lifted: LiftedCall | None = None
+
+    def add(self, sizes: Sizes, call: KnownCall | None, *, was_told: bool) -> bool:
+        """Whether other sizes are concerned, too. call: None where it cannot be known. was_told: as another one."""
+        self._misses += was_told
+        self._failures += call is None
+        concerned = (was_told and self._misses == MOST_MISSES) or (call is None and self._failures == MOST_SIZES)
+        if call is None:
+            return concerned
+        if not was_told and len(self.samples) < MOST_SIZES and sizes not in self.exact:
+            self.samples[sizes] = call
+            self.edition = next(_editions)
+            self._lifted = None
+            concerned = True
+        if sizes in self.exact or len(self.exact) < MOST_EXACT:
+            self.exact[sizes] = call
+        return concerned
+
+    def may_learn(self, *, again: bool) -> bool:
+        """again: the size was met before."""
+        if self._failures >= MOST_SIZES:
+            return False
+        return len(self.samples) < MOST_SIZES or (again and len(self.exact) < MOST_EXACT)
+
+    def may_tell(self) -> bool:
+        return len(self.samples) >= FEWEST_SIZES and self._misses < MOST_MISSES
+
+    def told(self, finder: Finder, tellers: Tellers) -> KnownCall:
+        if self._lifted is None:
+            self._lifted = LiftedCall(self.samples, finder)
+        return self._lifted.at(tellers)
+
+
+class _Lesson:
+    """All calls of one op sequence."""
+
+    def __init__(self) -> None:
+        self.variants: WeakValueDictionary[Variant, _Known] = WeakValueDictionary()  # those of the plans
+        self.plans: OrderedDict[int, dict[int, _Known]] = OrderedDict()  # by place; the last one used at the end
+        self.steps: OrderedDict[tuple[int, Sizes], KnownAt] = OrderedDict()
+        self.met: set[Sizes] = set()
+
+    def at(self, number: int, variants: Sequence[Variant], sizes: Sizes, fits: Fits) -> KnownAt:
+        at = self.steps.get((number, sizes))
+        again = sizes in self.met
+        if at is None or at.again is not again:
+            at = self.steps[number, sizes] = KnownAt(self, self._plan(number, variants), variants, sizes, fits, again)
+            if len(self.steps) > MOST_STEPS:
+                self.steps.popitem(last=False)
+            if len(self.met) >= MOST_MET:
+                self.met.clear()
+            self.met.add(sizes)
+        self.steps.move_to_end((number, sizes))
+        return at
+
+    def _plan(self, number: int, variants: Iterable[Variant]) -> dict[int, _Known]:
+        plan = self.plans.get(number)
+        if plan is None:
+            plan = self.plans[number] = {v.place: self.variants.setdefault(v, _Known()) for v in variants}
+            if len(self.plans) > MOST_PLANS:
+                self.plans.popitem(last=False)
+        self.plans.move_to_end(number)
+        return plan
+
+    def learned(self, sizes: Sizes, *, all_sizes: bool) -> None:
+        for key in [key for key in self.steps if all_sizes or key[1] == sizes]:
+            del self.steps[key]
 
 
 class KnownSizes:
-    def __init__(self, most: int = MOST_SIZES) -> None:
-        self._most = most
-        self._held: OrderedDict[tuple[int, Sizes], _Held] = OrderedDict()  # by use, the last one used at the end
-        self._learned = self._used = 0  # sizes, and those of them that came back
+    """Of all op sequences, each known by what was learned of its calls."""
 
-    def __len__(self) -> int:
-        return len(self._held)
+    def __init__(self) -> None:
+        self._lessons: OrderedDict[Lesson, _Lesson] = OrderedDict()  # the last one used at the end
+        # By identity, for to compare two takes long; plans that learn for themselves learn the same.
+        self._found: dict[int, tuple[Lesson, _Lesson]] = {}
 
-    def at(self, sizes: Sizes, *, met: bool) -> KnownAt:
-        """met: there was a step of this size before."""
-        return KnownAt(self, sizes, met)
+    def at(self, lesson: Lesson, number: int, variants: Sequence[Variant], sizes: Sizes, fits: Fits) -> KnownAt:
+        """lesson: of which these are variants. number: of a plan. fits: whether a call at a place may be known under
+        it, for it may not show all that the ops of one read."""
+        found = self._found.get(id(lesson))
+        if found is None:
+            if len(self._found) >= MOST_PLANS:
+                self._found.clear()
+            found = self._found[id(lesson)] = lesson, self._find(lesson)
+        return found[1].at(number, variants, sizes, fits)
 
-    def find(self, lesson: int, sizes: Sizes) -> Mapping[int, KnownCall] | None:
-        held = self._held.get((lesson, sizes))
-        if held is None:
-            return None
-        self._used += not held.used
-        self._held[lesson, sizes] = held._replace(used=True)
-        self._held.move_to_end((lesson, sizes))
-        return held.calls
-
-    def add(self, lesson: int, sizes: Sizes, calls: Mapping[int, KnownCall]) -> None:
-        held = self._held.pop((lesson, sizes), None)
-        if held is None:
-            self._learned += 1
-            held = _Held({}, used=False)
-        self._held[lesson, sizes] = held._replace(calls={**held.calls, **calls})
-        if len(self._held) > self._most:
-            self._held.popitem(last=False)
+    def _find(self, lesson: Lesson) -> _Lesson:
+        try:
+            known = self._lessons.setdefault(lesson, _Lesson())
+        except TypeError:  # a function of the program's cannot be compared with others
+            return _Lesson()
+        self._lessons.move_to_end(lesson)
+        if len(self._lessons) > MOST_LESSONS:
+            self._lessons.popitem(last=False)
+            self._found.clear()
+        return known
 
     def clear(self) -> None:
-        self._held.clear()
-
-    def come_back(self) -> bool:
-        return self._learned < _ENOUGH or self._used >= _SELDOM * self._learned
+        self._lessons.clear()
+        self._found.clear()
 
 
-class KnownAt(NamedTuple):
-    """What concerns one step. A lesson is the number of what a plan has learned of its calls."""
+class KnownAt:
+    """What is known at one size, under one plan. Calls go by their place among those of a step."""
 
-    all_sizes: KnownSizes
-    sizes: Sizes
-    met: bool
+    def __init__(
+        self,
+        lesson: _Lesson,
+        plan: Mapping[int, _Known],
+        variants: Sequence[Variant],
+        sizes: Sizes,
+        fits: Fits,
+        again: bool,
+    ) -> None:
+        """again: the size was met before."""
+        self._lesson = lesson
+        self._plan = plan
+        self._variants = variants
+        self._sizes = sizes
+        self.again = again
+        self._calls: dict[int, KnownCall] = {}
+        self.learns: set[int] = set()  # those that are to be learned
+        self.told: dict[int, int] = {}  # those that were never seen at this size, and a number for what tells them
+        self.casts_weights = False
+        for place, known in plan.items():
+            call = known.exact.get(sizes)
+            if call is None and not known.may_tell():
+                if known.may_learn(again=again):
+                    self.learns.add(place)
+                continue
+            like = call or next(iter(known.samples.values()))
+            if fits(place, like):
+                self.casts_weights |= like.casts_weights
+                if call is not None:
+                    self._calls[place] = call
+                else:
+                    self.told[place] = known.edition
+        self._told_by: dict[int, tuple[int, ...]] = {}
 
-    def calls(self, lesson: int) -> tuple[Mapping[int, KnownCall] | None, bool]:
-        """Those that are known, None where nothing has been learned, and whether all are to be learned now."""
-        known = self.all_sizes.find(lesson, self.sizes)
-        return known, known is None and (self.met or self.all_sizes.come_back())
+    def call(self, place: int) -> KnownCall | None:
+        call = self._calls.get(place)
+        if call is None and place in self.told:
+            try:
+                call = self._calls[place] = self._plan[place].told(*self._telling)
+            except Unsure:
+                del self.told[place]
+                vars(self).pop("told_ops", None)
+                self._told_by.clear()
+                if self._plan[place].may_learn(again=self.again):
+                    self.learns.add(place)
+        return call
 
-    def learned(self, lesson: int, calls: Mapping[int, KnownCall]) -> None:
-        self.all_sizes.add(lesson, self.sizes, calls)
+    @functools.cached_property
+    def _telling(self) -> tuple[Finder, Tellers]:
+        return Finder(), Tellers(self._sizes)
+
+    def learned(self, calls: Mapping[int, KnownCall | None]) -> None:
+        """Those that were to be learned, and those that were others than they were known as."""
+        concerned = [
+            self._plan[place].add(self._sizes, call, was_told=place in self.told)
+            for place, call in calls.items()
+            if place in self._plan
+        ]
+        self._lesson.learned(self._sizes, all_sizes=any(concerned))
+
+    @functools.cached_property
+    def told_ops(self) -> frozenset[int]:
+        return frozenset(op for variant in self._variants if variant.place in self.told for op in variant.recorded)
+
+    def told_by(self, storage: int, places: Iterable[int]) -> tuple[int, ...]:
+        """Numbers for what tells the calls at these places, by which a storage is made again."""
+        known = self._told_by.get(storage)
+        if known is None:
+            told = self.told
+            known = self._told_by[storage] = tuple([told[place] for place in places if place in told])
+        return known

@@ -324,6 +324,7 @@ class Made:
         "rng",
         "statistics",
         "threads",
+        "told",
         "written",
     )
 
@@ -349,6 +350,7 @@ class Made:
             for value in args
         ]
         self.kwargs = {name: _reference(value, self, node_of) for name, value in kwargs.items()} if kwargs else kwargs
+        self.told = False  # whether its arguments are as at other sizes of the input, and were not looked at
         self.grad = torch.is_grad_enabled()
         # The thread count changes bits of what the CPU computes; kernels elsewhere do not know of it.
         on_cpu = not self.inputs or any(node.on_cpu for node in self.inputs)
@@ -374,12 +376,14 @@ class Made:
         rng: RandomState | None,
         *,
         grad: bool,
+        told: bool,
     ) -> Made:
         """An op that was not looked at, of which all this is known."""
         made = cls.__new__(cls)
         made.order, made.func, made.args, made.kwargs = order, func, args, kwargs
         made.inputs, made.keys, made.form, made.written = inputs, [], form, written
         made.grad = grad
+        made.told = told
         made.statistics = None
         made.rng = rng if form.seeded else None
         made.threads = torch.get_num_threads() if not inputs or any(node.on_cpu for node in inputs) else None

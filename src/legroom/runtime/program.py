@@ -15,6 +15,7 @@ from legroom.ir import Storage, Trace
 from legroom.runtime.calls import Called, Calls, Lesson, countable, needed_ticks
 from legroom.runtime.fused import STATISTICS
 from legroom.runtime.knowncalls import KnownCall
+from legroom.runtime.knownsizes import KnownAt, KnownSizes, Variant
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.replay import Tape
 from legroom.schedule import Drop, Instruction, Replay, Schedule
@@ -151,6 +152,7 @@ class Program:
         self.lesson: Lesson | None = None
         self.lessons = 0
         self._hooked: Container[int] = ()
+        self._variants: Sequence[Variant] = ()
         self.lesson_number = next(_numbers)  # of no other program, and of no lesson before
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
@@ -268,6 +270,7 @@ class Program:
         place."""
         self.learns = False
         self.lesson = lesson
+        vars(self).pop("_places", None)
         self.few_ticks = None
         self.lesson_number = next(_numbers)
         ticks = self.trace.ticks
@@ -293,30 +296,52 @@ class Program:
             watched_ops=self.watched,
             writing_ops=self.writing,
             hooked=hooked,
-            known={
-                i: self._with_statistics(call)
-                for i, call in known.items()
-                if self._may_go_unseen(call, lesson.calls[i])
-            },
+            known={i: self.with_statistics(call) for i, call in known.items() if self._may_go_unseen(i, call)},
         )
+        self._variants = [self._variant(place, lesson.calls[place]) for place in self.calls.looked_at()]
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
 
-    def fit_to_use(self, known: Mapping[int, KnownCall]) -> dict[int, KnownCall]:
-        """Of calls that were learned at one size of the input, by place, those that may go unseen there."""
-        assert self.calls is not None  # they were learned by it
-        calls = self.calls.calls
-        fit = {i: self._with_statistics(call) for i, call in known.items() if self._may_go_unseen(call, calls[i])}
-        self.casts_weights |= any(call.casts_weights for call in fit.values())
-        return fit
+    def _variant(self, place: int, call: Called) -> Variant:
+        recorded = tuple(op for op in call.ops if op in self.recorded)
+        hooked = tuple(tick for tick in call.packs(self.trace.ticks) if tick in self._hooked)
+        return Variant(place, recorded, hooked, tuple(map(self.statistics.get, recorded)))
 
-    def _with_statistics(self, known: KnownCall) -> KnownCall:
+    def known_at(self, known: KnownSizes, sizes: tuple[int, ...]) -> KnownAt | None:
+        """What is known of its calls at a size of the input. None: it has not learned which calls there are."""
+        if self.calls is None:
+            return None
+        assert self.lesson is not None
+        at = known.at(self.lesson, self.lesson_number, self._variants, sizes, self._may_go_unseen)
+        self.casts_weights |= at.casts_weights
+        return at
+
+    def told_by(self, storage: int, at: KnownAt | None) -> tuple[int, ...]:
+        """Numbers for what told the calls by which a storage is made again, of those that were told."""
+        return at.told_by(storage, self._places[storage]) if at is not None and at.told else ()
+
+    @functools.cached_property
+    def _places(self) -> dict[int, list[int]]:
+        """Of each storage that is made again, the places of the calls whose ops are run."""
+        assert self.lesson is not None
+        numbers = {op.id: number for number, op in enumerate(self._in_mode)}
+        place_of = {op: place for place, call in enumerate(self.lesson.calls) for op in call.ops}
+        return {
+            storage: sorted({place_of[numbers[op]] for recipe in recipes for op in recipe.ops if op in numbers})
+            for storage, recipes in self.recipes.items()
+        }
+
+    def with_statistics(self, known: KnownCall) -> KnownCall:
         ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)
         return known._replace(ops=tuple(ops)) if self.statistics else known
 
-    def _may_go_unseen(self, known: KnownCall, call: Called) -> bool:
+    def _may_go_unseen(self, place: int, known: KnownCall) -> bool:
         """Not where something that its ops read is not shown."""
+        if not known.needs:
+            return True
+        assert self.lesson is not None
         hooked = self._hooked
-        storages = (self.trace.storages[self.trace.ticks[tick].storage] for tick in call.ticks if tick in hooked)
+        ticks = (self.trace.ticks[tick] for tick in self.lesson.calls[place].ticks if tick in hooked)
+        storages = (self.trace.storages[tick.storage] for tick in ticks)
         return known.needs <= {storage.id for storage in storages if _may_have_to_go(storage)}
 
     def one_replayed(self, number: int) -> frozenset[int]:

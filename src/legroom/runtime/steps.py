@@ -261,7 +261,7 @@ class PlannedStep:
         self._checks = checks
         self._wait, self._due = wait, due
         self._trial = trial
-        self._known_at = known_at
+        self.known_at = known_at
         self._measure = measure and profiler_is_free()
         self._stack = contextlib.ExitStack()
         self._log: Log | None = None
@@ -278,7 +278,7 @@ class PlannedStep:
             due=self._due,
             measured=self._measure,
             trial=self._trial,
-            known_at=self._known_at,
+            known_at=self.known_at,
             others=self._others,
         )
         executor.at_backward = self._at_backward
