@@ -14,6 +14,7 @@ from legroom.peaks import Peaks
 from legroom.plan import Plan
 from legroom.planners.responsive import Responsive
 from legroom.runtime.calls import Lesson
+from legroom.runtime.knownsizes import Proof
 from legroom.runtime.program import Program
 from legroom.schedule import Schedule
 from legroom.sizes import SizeModel
@@ -23,8 +24,6 @@ MOST_COURSES = 4  # op sequences behind one way of calling. Beyond, what served 
 MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be one change for good
 REMEMBERED_PEAKS = 4096
 AT_ONCE = "responsive"  # the planner whose plans are replaced
-
-Proof = tuple[int, tuple[int, ...]]  # a recipe by its number, and numbers for what told its calls
 
 
 @dataclass(frozen=True, slots=True)

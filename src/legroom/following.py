@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
-from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Proof, Rung, Way
+from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Rung, Way
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
@@ -33,7 +33,7 @@ from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
-from legroom.runtime.knownsizes import KnownAt, KnownSizes
+from legroom.runtime.knownsizes import KnownAt, KnownSizes, Proof
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
@@ -273,19 +273,25 @@ class Following:
     ) -> frozenset[int]:
         """What to hold against the real bytes: ops were proven at other sizes, and may take other ways at this one, or
         be told wrong from others."""
-        proofs = ((s, (recipe, program.told_by(s, known_at))) for s, recipe in self._recipes(course, program).items())
+        proofs = self._proofs(course, program, known_at)
+        proven = course.proven.get(features, set())
+        if proven.issuperset(proofs.values()):
+            return frozenset()
         seen = features in course.recorded
-        proven: Set[Proof] = course.proven.get(features, frozenset())
-        return frozenset(s for s, proof in proofs if proof not in proven and (proof[1] or not seen))
+        return frozenset(s for s, proof in proofs.items() if proof not in proven and (proof[1] or not seen))
 
-    def _recipes(self, course: Course, program: Program) -> Mapping[int, int]:
-        """Of each storage that a program makes again, a number for the way in which it does."""
-        known = course.recipes.get(program)
-        if known is None:
+    def _proofs(self, course: Course, program: Program, known_at: KnownAt | None) -> Mapping[int, Proof]:
+        """Of each storage that a program makes again, what says in which way it does at this size."""
+        recipes = course.recipes.get(program)
+        if recipes is None:
             numbers = course.numbers
-            known = {s: numbers.setdefault((s, times), len(numbers)) for s, times in program.recipes.items()}
-            course.recipes[program] = known
-        return known
+            recipes = {s: numbers.setdefault((s, times), len(numbers)) for s, times in program.recipes.items()}
+            course.recipes[program] = recipes
+        if known_at is None:
+            return {storage: (recipe, ()) for storage, recipe in recipes.items()}
+        if known_at.proofs is None:
+            known_at.proofs = {s: (recipe, program.told_by(s, known_at)) for s, recipe in recipes.items()}
+        return known_at.proofs
 
     def _others(self, call: Call, way: Way, course: Course) -> dict[int, tuple[Course, Rung]]:
         """Plans of other op sequences for the step that runs: asked for when it is not the one that was expected."""
@@ -526,11 +532,11 @@ class Following:
         if inner.executor.checks.replayed:
             if len(course.proven) >= REMEMBERED_SIZES:
                 course.proven.clear()
-            recipes = self._recipes(course, program)
+            proofs = self._proofs(course, program, inner.known_at)
             proven = course.proven.setdefault(call.features, set())
             for storage, times in inner.executor.checks.replayed.items():
                 if times >= len(program.recipes[storage]):
-                    proven.add((recipes[storage], program.told_by(storage, inner.known_at)))
+                    proven.add(proofs[storage])
         if inner.curve is not None and self.rung is not None:
             trace = with_numbers(course.model.template, course.model.predict(call.features))
             schedule = replace(self.rung.schedule, trace_signature=signature(trace))

@@ -366,7 +366,7 @@ def test_plans_share_what_they_need_alike() -> None:
     other = [VARIANTS[0], Variant(2, (12, 99), (), (None, None)), VARIANTS[2]]
     step = at(known, 41, other, number=1)
     assert step.learns == {2} and calls_of(step).keys() == {1, 3}
-    assert step.told_by(0, [1, 2]) == (step.told[1],) and step.told_by(5, [2]) == ()
+    assert step.told_by([1, 2]) == (step.told[1],) and step.told_by([2]) == ()
     learned_at(known, 20, 50, 32, variants=other[1:2], number=2)
     assert calls_of(at(known, 41, other, number=1)).keys() == {1, 2, 3}
 
@@ -402,16 +402,17 @@ def test_what_another_sample_tells_is_told_anew() -> None:
     other.learned({1: call(41)})
     after = at(known, 41)
     assert before.told[1] != after.told[1] and before.told[2] == after.told[2]
-    assert before.told_by(0, PLACES) != after.told_by(0, PLACES)
+    assert before.told_by(PLACES) != after.told_by(PLACES)
 
 
 def test_what_is_not_told_after_all_counts_as_looked_at() -> None:
     known = KnownSizes()
     learned_at(known, 20, 50, 32)
     step = known.at(LESSON, 0, VARIANTS, (5, 41), lambda place, call: True)
-    assert step.told_by(0, PLACES) == tuple(step.told.values()) and step.told_ops == {11, 12, 13}
+    assert step.told_by(PLACES) == tuple(step.told.values()) and step.told_ops == {11, 12, 13}
+    step.proofs = {0: (0, step.told_by(PLACES))}
     assert step.call(2) is None
-    assert len(step.told_by(0, PLACES)) == 2 and step.told_ops == {11, 13}
+    assert len(step.told_by(PLACES)) == 2 and step.told_ops == {11, 13} and step.proofs is None
 
 
 @pytest.mark.parametrize("size", [20, 41])

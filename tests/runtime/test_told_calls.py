@@ -108,7 +108,7 @@ def test_a_call_that_the_plan_learned_itself_proves_nothing_of_what_is_told(monk
         net.factor = 0.25 if number in (10, 14) else 0.5
 
     def room(net: Deep, optimizer: torch.optim.Optimizer) -> Any:
-        return legroom.fit(net, optimizer, budget=640_000, planner=random_planner((0, 0, 1, 0), seed=0))
+        return legroom.fit(net, optimizer, budget=760_000, planner=random_planner((0, 0, 1, 0), seed=0))
 
     monkeypatch.setattr(lifting, "_op_at", wrong)
     mine = train(Deep, lengths, prepare, room)
@@ -135,12 +135,12 @@ def test_a_call_that_needed_no_look_writes_in_place_from_now_on(seed: int) -> No
 
 
 def test_one_step_of_another_kind_does_not_end_telling(looked_at: Counter[str]) -> None:
-    lengths = [20, 28, 24, 30, 22, 26, 21, 29, 25, 23, 27, 31, 20, 28, 19, 33, 18, 17, 32, 16, 34, 15, 35, 36, 20, 28]
+    lengths = [24, 32, 28, 34, 26, 30, 25, 33, 29, 27, 31, 24, 32, 36, 23, 35, 22, 36, 21, 20, 19, 37, 24, 32]
     odd = 14
     ops: list[int] = []  # before each step, of those of the last one
 
     def room(net: Deep, optimizer: torch.optim.Optimizer) -> Any:
-        return legroom.fit(net, optimizer, budget=640_000, planner=random_planner((0, 0, 1, 0), seed=0))
+        return legroom.fit(net, optimizer, budget=850_000, planner=random_planner((0, 0, 1, 0), seed=0))
 
     def prepare(number: int, net: Deep) -> None:
         net.factor = 0.25 if number == odd else 0.5

@@ -31,6 +31,7 @@ MOST_STEPS = 256  # of different sizes, or under different plans
 
 _editions = itertools.count()
 Fits = Callable[[int, KnownCall], bool]
+Proof = tuple[int, tuple[int, ...]]  # a way to make a storage again by its number, and numbers for what told its calls
 
 
 class Variant(NamedTuple):
@@ -97,7 +98,7 @@ class _Lesson:
     def at(self, number: int, variants: Sequence[Variant], sizes: Sizes, fits: Fits) -> KnownAt:
         at = self.steps.get((number, sizes))
         again = sizes in self.met
-        if at is None or at.again is not again:
+        if at is None or (again and at.waits):
             at = self.steps[number, sizes] = KnownAt(self, self._plan(number, variants), variants, sizes, fits, again)
             if len(self.steps) > MOST_STEPS:
                 self.steps.popitem(last=False)
@@ -172,7 +173,8 @@ class KnownAt:
         self._plan = plan
         self._variants = variants
         self._sizes = sizes
-        self.again = again
+        self._again = again
+        self.waits = False  # whether there are some that are to be learned when the size comes back
         self._calls: dict[int, KnownCall] = {}
         self.learns: set[int] = set()  # those that are to be learned
         self.told: dict[int, int] = {}  # those that were never seen at this size, and a number for what tells them
@@ -180,8 +182,7 @@ class KnownAt:
         for place, known in plan.items():
             call = known.exact.get(sizes)
             if call is None and not known.may_tell():
-                if known.may_learn(again=again):
-                    self.learns.add(place)
+                self._learn(place)
                 continue
             like = call or next(iter(known.samples.values()))
             if fits(place, like):
@@ -190,7 +191,13 @@ class KnownAt:
                     self._calls[place] = call
                 else:
                     self.told[place] = known.edition
-        self._told_by: dict[int, tuple[int, ...]] = {}
+        self.proofs: dict[int, Proof] | None = None  # by storage that is made again, as long as the same are told
+
+    def _learn(self, place: int) -> None:
+        if self._plan[place].may_learn(again=self._again):
+            self.learns.add(place)
+        else:
+            self.waits |= self._plan[place].may_learn(again=True)
 
     def call(self, place: int) -> KnownCall | None:
         call = self._calls.get(place)
@@ -200,9 +207,8 @@ class KnownAt:
             except Unsure:
                 del self.told[place]
                 vars(self).pop("told_ops", None)
-                self._told_by.clear()
-                if self._plan[place].may_learn(again=self.again):
-                    self.learns.add(place)
+                self.proofs = None
+                self._learn(place)
         return call
 
     @functools.cached_property
@@ -222,10 +228,7 @@ class KnownAt:
     def told_ops(self) -> frozenset[int]:
         return frozenset(op for variant in self._variants if variant.place in self.told for op in variant.recorded)
 
-    def told_by(self, storage: int, places: Iterable[int]) -> tuple[int, ...]:
-        """Numbers for what tells the calls at these places, by which a storage is made again."""
-        known = self._told_by.get(storage)
-        if known is None:
-            told = self.told
-            known = self._told_by[storage] = tuple([told[place] for place in places if place in told])
-        return known
+    def told_by(self, places: Iterable[int]) -> tuple[int, ...]:
+        """Numbers for what tells the calls at these places."""
+        told = self.told
+        return tuple([told[place] for place in places if place in told])

@@ -315,9 +315,9 @@ class Program:
         self.casts_weights |= at.casts_weights
         return at
 
-    def told_by(self, storage: int, at: KnownAt | None) -> tuple[int, ...]:
-        """Numbers for what told the calls by which a storage is made again, of those that were told."""
-        return at.told_by(storage, self._places[storage]) if at is not None and at.told else ()
+    def told_by(self, storage: int, at: KnownAt) -> tuple[int, ...]:
+        """Numbers for what tells the calls by which a storage is made again, of those that are told."""
+        return at.told_by(self._places[storage]) if at.told else ()
 
     @functools.cached_property
     def _places(self) -> dict[int, list[int]]:
