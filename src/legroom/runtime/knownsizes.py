@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from legroom.runtime.calls import Lesson
 from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.lifting import Finder, LiftedCall, Sizes, Tellers, Unsure
+
+if TYPE_CHECKING:
+    from legroom.runtime.calls import Lesson
 
 FEWEST_SIZES = 3  # at which a call is learned before it is told for others
 MOST_SIZES = 6  # at which it is learned where it cannot be told, or cannot be known

@@ -156,7 +156,7 @@ class _Teller:
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
-        self._made: dict[int, Any] = {}  # by the identity of the part, which whoever asks holds
+        self._made: dict[int, tuple[_Part, Any]] = {}  # by the identity of the part, which is held
 
     def check(self, seen: Iterable[Sizes]) -> None:
         for numbers in seen:
@@ -165,15 +165,15 @@ class _Teller:
     def value(self, part: _Part) -> Any:
         if type(part) is _Fixed:
             return part.value
-        made = self._made.get(id(part), self)
-        if made is self:
+        made = self._made.get(id(part))
+        if made is None:
             if type(part) is _Number:
-                made = self._numbers.tell(part.seen)
+                value = self._numbers.tell(part.seen)
             else:
                 assert type(part) is _Parts
-                made = part.kind(map(self.value, part.parts))
-            self._made[id(part)] = made
-        return made
+                value = part.kind(map(self.value, part.parts))
+            made = self._made[id(part)] = part, value
+        return made[1]
 
 
 class Tellers:
