@@ -30,6 +30,7 @@ from legroom.runtime.knownsizes import (
     Variant,
     _Known,
 )
+from legroom.runtime.lifting import LiftedCall
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep
 from tests.runtime.test_calls import nothing_left
@@ -453,6 +454,25 @@ def test_learning_ends(odd: Callable[[int], KnownCall | None]) -> None:
         assert (1 in step.learns) is (size < 2 + MOST_SIZES)
         step.learned({place: odd(size) if place == 1 else call(size) for place in step.learns})
     assert calls_of(at(known, 50)).keys() == {2, 3}
+
+
+def test_that_a_call_cannot_be_told_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as no other sample has come."""
+    tried = 0
+    real = LiftedCall.__init__
+
+    def counted(self: LiftedCall, *args: Any) -> None:
+        nonlocal tried
+        tried += 1
+        real(self, *args)
+
+    monkeypatch.setattr(LiftedCall, "__init__", counted)
+    known = KnownSizes()
+    for size in range(2, 30):
+        step = at(known, size)
+        assert step.call(1) is None
+        step.learned({1: call(size, seeded=size % 2 == 0)} if 1 in step.learns else {})
+    assert tried == 1 + MOST_SIZES - 3
 
 
 def test_a_size_that_comes_back_is_learned_where_it_is_not_told() -> None:

@@ -55,6 +55,7 @@ class _Known:
         self._failures = 0
         self._misses = 0
         self._lifted: LiftedCall | None = None
+        self._untellable = False  # whatever the size, by these samples
 
     def add(self, sizes: Sizes, call: KnownCall | None, *, was_told: bool) -> bool:
         """Whether other sizes are concerned, too. call: None where it cannot be known. was_told: as another one."""
@@ -66,7 +67,7 @@ class _Known:
         if not was_told and len(self.samples) < MOST_SIZES and sizes not in self.exact:
             self.samples[sizes] = call
             self.edition = next(_editions)
-            self._lifted = None
+            self._lifted, self._untellable = None, False
             concerned = True
         if sizes in self.exact or len(self.exact) < MOST_EXACT:
             self.exact[sizes] = call
@@ -79,11 +80,15 @@ class _Known:
         return len(self.samples) < MOST_SIZES or (again and len(self.exact) < MOST_EXACT)
 
     def may_tell(self) -> bool:
-        return len(self.samples) >= FEWEST_SIZES and self._misses < MOST_MISSES
+        return len(self.samples) >= FEWEST_SIZES and self._misses < MOST_MISSES and not self._untellable
 
     def told(self, finder: Finder, tellers: Tellers) -> KnownCall:
         if self._lifted is None:
-            self._lifted = LiftedCall(self.samples, finder)
+            try:
+                self._lifted = LiftedCall(self.samples, finder)
+            except Unsure:
+                self._untellable = True
+                raise
         return self._lifted.at(tellers)
 
 
