@@ -6,6 +6,7 @@ A snapshot holds digests, not tensors: it adds nothing to the memory that a budg
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -139,3 +140,15 @@ def assert_same(a: Sequence[Snapshot], b: Sequence[Snapshot]) -> None:
                 f"step {left.step}: {wrong[0]} differs: {first.what} ({first.sha256[:12]}) against "
                 f"{last.what} ({last.sha256[:12]}); {len(wrong)} of {len(left.digests)} differ in this step"
             )
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors there are, each storage once."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter):
+            for tensor in (found, found.grad if found.is_leaf else None):
+                if tensor is not None and tensor.layout is torch.strided and tensor.device.type == "cpu":
+                    sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(sizes.values())

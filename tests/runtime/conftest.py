@@ -21,6 +21,7 @@ from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
 from legroom.planners import PLANNERS, quick
 from legroom.planners.auto import Auto
+from tests.harness import live_bytes
 from tests.pure.strategies import make_trace
 
 USED = (
@@ -63,3 +64,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def others_bytes() -> int:
+    """What other tests of this process have kept: it counts in a step, and goes on top of a budget of few bytes."""
+    return live_bytes()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import legroom
 from legroom.doctor import ALLOCATOR_SETTINGS
 from legroom.errors import BudgetError
-from tests.harness import digest
+from tests.harness import digest, live_bytes
 from tests.zoo import ZOO, Case
 
 MODELS = ("mlp", "cnn", "unet", "gpt_manual", "accumulation")
@@ -43,18 +43,6 @@ def _nothing_left_over() -> None:
 
 
 # --- a second opinion -------------------------------------------------------------------------------------------------
-
-
-def live_bytes() -> int:
-    """Bytes of all tensors there are, each storage once."""
-    gc.collect()
-    sizes: dict[int, int] = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, nn.Parameter):
-            for tensor in (found, found.grad if found.is_leaf else None):
-                if tensor is not None and tensor.layout is torch.strided and tensor.device.type == "cpu":
-                    sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(sizes.values())
 
 
 def highest(events: list[Any], *, since: int, base: int) -> int:

@@ -4,7 +4,7 @@ PyTorch, for every model of the zoo, at budgets down to the smallest that works.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 
 import pytest
@@ -112,9 +112,8 @@ def test_data_comes_from_its_own_generator(name: str) -> None:
 def test_a_difference_is_named() -> None:
     case = ZOO["mlp"]()
 
-    def nudge(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> type[Nudge]:
-        Nudge.model, Nudge.steps = model, 0
-        return Nudge
+    def nudge(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Nudge]:
+        return Nudge(model).again
 
     with pytest.raises(AssertionError, match=r"step 1: parameter 4\.bias differs: torch\.float32 \(128,\)"):
         assert_same(run_plain(case, 3), run_with(case, 3, nudge))
@@ -123,14 +122,17 @@ def test_a_difference_is_named() -> None:
 class Nudge:
     """After the second step, moves one number by one unit in the last place."""
 
-    model: torch.nn.Module
-    steps: int
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.steps = model, 0
+
+    def again(self) -> Nudge:
+        return self
 
     def __enter__(self) -> None:
-        Nudge.steps += 1
+        self.steps += 1
 
     def __exit__(self, *_: object) -> None:
-        if Nudge.steps == 2:
+        if self.steps == 2:
             with torch.no_grad():
                 number = self.model[4].bias[7]
                 number.copy_(torch.nextafter(number, torch.tensor(1.0)))

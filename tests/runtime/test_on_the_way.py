@@ -27,7 +27,6 @@ from legroom.runtime.device import CpuDevice
 from legroom.runtime.inputs import PlainValues, call_of, signature_of
 from legroom.runtime.undo import Undo
 from legroom.units import parse_bytes
-from tests.runtime.test_budget import live_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -35,12 +34,6 @@ pytestmark = [
 ]
 
 Around = Callable[[], AbstractContextManager[Any]]
-
-
-@pytest.fixture
-def others_bytes() -> int:
-    """What other tests of this process have kept: it counts in a step, and these budgets are small."""
-    return live_bytes()
 
 
 @pytest.fixture

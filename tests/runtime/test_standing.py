@@ -100,9 +100,9 @@ def test_a_step_that_is_recorded_anew_is_calibrated_anew(room: legroom.Room) -> 
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["heard at once", "heard later"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("Tried to allocate 2 GiB."), KeyError("of the program's")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError])
 def test_what_a_step_found_out_about_its_replays_holds_if_it_fails(
-    error: Exception, later: bool, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A value is changed through numpy from a step on that then fails: no plan of before is followed after it."""
     monkeypatch.setattr(rooms, "open_device", lambda *_: Capped())
@@ -119,9 +119,9 @@ def test_what_a_step_found_out_about_its_replays_holds_if_it_fails(
                 step(number)
         before = room.report()
         assert before.bytes_recomputed > 0
-        with pytest.raises(type(error)), room.step():  # noqa: PT012
+        with pytest.raises(error), room.step():  # noqa: PT012
             step(5)
-            raise error
+            raise error("of the program's")
         heard = pytest.warns(RuntimeWarning, match="gave other bits") if later else nullcontext()
         with heard, room.step():
             step(6)
