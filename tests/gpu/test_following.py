@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import legroom
-from legroom.runtime import executor
+from legroom.runtime import plannedops
 from legroom.runtime.knowncalls import Recording
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_calls_at_sizes_that_were_never_met(monkeypatch: pytest.MonkeyPatch) -> 
             counts[-1] += told
             super().__init__(*args, told=told)
 
-    monkeypatch.setattr(executor, "Recording", Counted)
+    monkeypatch.setattr(plannedops, "Recording", Counted)
     model, optimizer = build()
     torch.cuda.empty_cache()
     with legroom.fit(model, optimizer, budget=budget) as room:

@@ -848,7 +848,7 @@ def test_what_was_learned_of_calls_serves_other_sizes(monkeypatch: pytest.Monkey
 
     def noted(step: PlannedStep, depths: Any = None) -> None:
         begin(step, depths)
-        learning.append(step.executor._learning)
+        learning.append(step.executor.ops.learning)
 
     monkeypatch.setattr(PlannedStep, "begin", noted)
     torch.manual_seed(0)

@@ -16,7 +16,6 @@ import legroom
 from legroom.runtime import lifting
 from legroom.runtime.calls import Called, Lesson
 from legroom.runtime.device import CpuDevice
-from legroom.runtime.executor import Executor
 from legroom.runtime.knowncalls import Inner, KnownCall
 from legroom.runtime.knownsizes import (
     MOST_EXACT,
@@ -31,6 +30,7 @@ from legroom.runtime.knownsizes import (
     _Known,
 )
 from legroom.runtime.lifting import LiftedCall
+from legroom.runtime.plannedops import PlannedOps
 from legroom.runtime.program import Program
 from legroom.runtime.steps import PlannedStep
 from tests.runtime.test_calls import nothing_left
@@ -110,13 +110,13 @@ def trained(
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many ops were."""
     counts: Counter[str] = Counter()
-    real = Executor.op
+    real = PlannedOps.op
 
-    def op(self: Executor, *args: Any) -> Any:
+    def op(self: PlannedOps, *args: Any) -> Any:
         counts["ops"] += 1
         return real(self, *args)
 
-    monkeypatch.setattr(Executor, "op", op)
+    monkeypatch.setattr(PlannedOps, "op", op)
     return counts
 
 

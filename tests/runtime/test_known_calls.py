@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import legroom
-from legroom.runtime import executor
+from legroom.runtime import plannedops
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.knowncalls import KnownCall, Recording
 from tests.runtime.test_calls import nothing_left
@@ -158,7 +158,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts["on the way"] += found
             return found
 
-    monkeypatch.setattr(executor, "Recording", Counted)
+    monkeypatch.setattr(plannedops, "Recording", Counted)
     return counts
 
 

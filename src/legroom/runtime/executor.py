@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch._C import DisableTorchFunction as no_counting
@@ -24,17 +24,17 @@ from legroom.runtime.calls import Gate, Learner, counting_here
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Checks, refusal
 from legroom.runtime.device import HostCopy
-from legroom.runtime.knowncalls import KnownCall, Recording, Witness
+from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.knownsizes import KnownAt
-from legroom.runtime.lineage import Lineage, Made, Node, Statistics, form_of, hidden_writes, written_tensors
+from legroom.runtime.lineage import Lineage, Node
 from legroom.runtime.modes import Interception, OpMode
+from legroom.runtime.plannedops import MOST_OPS, PlannedOps
 from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
 from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, SwapOut
 
-_MOST_OPS = 10**9  # of a step
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 NOT_USED = "a replay gave other bits and was not used"
 
@@ -73,8 +73,17 @@ class Executor:
         self.rounded = ledger.device.rounded
         self.lineage = Lineage(ledger)
         self.tick = 0
-        self.ops = 0
         self.entries: dict[int, Entry] = {}
+        self.ops = PlannedOps(
+            program,
+            self.lineage,
+            self.entries,
+            device_type,
+            first=ledger.generation * MOST_OPS,
+            kept=kept,
+        )
+        self.ops.known_at = known_at
+        self._statistics = self.ops.statistics
         self.late: list[int] = []
         self._to_check = checks
         self.checks = Checks(ledger.device, wait=wait, due=due)
@@ -91,27 +100,13 @@ class Executor:
         self._excess_bytes = 0
         self._spaced: dict[Spacer, torch.Tensor] = {}
         self.refused = False  # whether there was no room for a spacer, or for what the program asked for
-        self._recorded = program.recorded
-        self._made: dict[int, ref[Made]] = {}
-        self._recording: tuple[Recording, int] | None = None  # of the call that is being made, and its first tick
-        self._statistics: dict[int, torch.Tensor] = {}  # of the call that is being made, by storage
-        self._first = ledger.generation * _MOST_OPS  # so that ops of steps whose graphs live on are others
         self._follow(program.all_ticks)
         self._is_here = operator.attrgetter(f"is_{device_type}")
         self._nodes = self.lineage.nodes
         self._storages = len(program.trace.storages)
         self._calls: Gate | Learner | None = None
-        self._strange = 0  # ops that were not those of the trace, where calls are learned
-        self._learning = False
-        self._witness = Witness(device_type, self.lineage, self.entries)
-        self._witnessing = False
-        self._known_at = known_at
         self._told_ops = known_at.told_ops if known_at is not None and checks else frozenset()
-        self._learned: dict[int, KnownCall | None] = {}  # at this size, by place
         self._in_backward = False
-        self._stop = _MOST_OPS
-        self._weights_written = False  # whether the program may have written to one in this step
-        self._kept_keys: frozenset[int] | None = None
         self.at_backward: Callable[[], None] | None = None  # called when it begins
         self._pressure = program.pressure if trial else None
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
@@ -126,19 +121,19 @@ class Executor:
 
     def interception(self, depths: tuple[int, int] | None) -> Interception:
         """Hooks, modes and the engine's stand-in for this step."""
-        mode = OpMode(self.op) if self.program.recorded else None
+        mode = OpMode(self.ops.op) if self.program.recorded else None
         counts = mode is not None or self.ledger.device.leaves_hooks_out
         if counts and self.program.calls is not None:
             if self._watchful and self.program.few_ticks is not None:
-                self._known_at = None  # more hooks run than in other steps, so that calls save more than was learned
-            at = self._known_at
+                self.ops.known_at = None  # more hooks run than in other steps, so that calls save more than was learned
+            at = self.ops.known_at
             self._calls = Gate(
                 self.program.calls,
                 mode,
-                number_ops=self._number_ops,
+                number_ops=self.ops.count_in,
                 matters=self.lineage.knows_any,
                 record=self._record,
-                may_write=self._may_write if self.program.casts_weights else None,
+                may_write=self.ops.may_write if self.program.casts_weights else None,
                 known=at.call if at is not None else _nothing_known,
                 learns=at.learns if at is not None else (),
                 learn=self._learn_call if at is not None else None,
@@ -146,11 +141,11 @@ class Executor:
         elif counts and self.program.learns and self.program.countable:
             ticks = self.program.trace.ticks
             self._calls = Learner(
-                lambda: (self.ops, self.tick),
-                self._witness,
+                lambda: (self.ops.number, self.tick),
+                self.ops.witness,
                 lambda tick: ticks[tick].storage if tick < len(ticks) else NO_STORAGE,
             )
-            self._learning = self._witnessing = True
+            self.ops.learn_all()
         pack, unpack = self.hooks()
         if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self._watchful:
             self._follow(self.program.few_ticks)
@@ -166,9 +161,6 @@ class Executor:
         if isinstance(self._calls, Gate):
             return self._gated_pack, self._unpack
         return self._guarded_pack if self.program.recorded else self._pack, self._unpack
-
-    def _number_ops(self, numbers: range) -> None:
-        self.ops, self._stop = numbers.start, numbers.stop
 
     def _measured_pack(self, tensor: torch.Tensor) -> Handle | Kept:
         if self._calls is not None:
@@ -201,6 +193,15 @@ class Executor:
                 self._statistics[number] = kept.tensor
             return kept
         return self._with_statistics(self._pack(tensor))
+
+    def _record(self, place: int, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.ops.record(place, known, func, args, kwargs, partial(self._saved_since, self.tick))
+
+    def _learn_call(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.ops.learn_call(place, func, args, kwargs, partial(self._saved_since, self.tick))
+
+    def _saved_since(self, tick: int) -> tuple[int, ...]:
+        return tuple([number for _, number, _, _ in self._expected[tick : self.tick]])
 
     def _with_statistics(self, packed: Handle | Kept) -> Handle | Kept:
         """What was saved in a call that is known, noted where a replay has a use for it."""
@@ -342,13 +343,13 @@ class Executor:
         if self.reactive is not None or self.switched:
             return
         program = self.program
-        at = self._known_at
-        if at is not None and self._learned and not self.met_other_calls():
-            at.learned(self._learned)
+        at = self.ops.known_at
+        if at is not None and self.ops.learned and not self.met_other_calls():
+            at.learned(self.ops.learned)
         if not isinstance(self._calls, Learner):
             return
         program.lessons += 1
-        if not self._strange and self.ops > max(program.names, default=-1):
+        if not self.ops.strange and self.ops.number > max(program.names, default=-1):
             hooks_out = self.ledger.device.leaves_hooks_out
             program.learn(self._calls.lesson(), self._calls.known, may_leave_hooks_out=hooks_out)
         elif program.lessons >= MOST_LESSONS:
@@ -381,7 +382,7 @@ class Executor:
                 self.census.note_deaths()
         if self._pressure is not None:
             with no_dispatch(), unnoticed():
-                watched = self._learning and not self._in_backward  # there no mode looks on
+                watched = self.ops.learning and not self._in_backward  # there no mode looks on
                 gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=watched)
             if gone:
                 self.refused = True
@@ -452,9 +453,7 @@ class Executor:
         entry.release()
 
     def _frontier(self, entry: Entry) -> list[Entry] | None:
-        if entry.node is None and self._recording is not None:
-            recording, tick = self._recording
-            recording.is_saved(entry, self._saved_since(tick))
+        self.ops.trace_back(entry)
         node = entry.node
         if node is None or node.maker is None:
             return None
@@ -501,7 +500,7 @@ class Executor:
     def _replay(self, target: Node, also: list[Node], tape: int) -> list[torch.Tensor | None]:
         tapes = self.program.tapes
         known = tapes.get(tape)
-        actions = recall(known, self._made, self._first) if known is not None else None
+        actions = recall(known, self.ops.made, self.ops.first) if known is not None else None
         if actions is not None:
             try:
                 made = play(actions, (target, *also))
@@ -513,7 +512,7 @@ class Executor:
                 return made
         actions = actions_for(target, also)
         if tape >= 0 and tape not in tapes:
-            tapes[tape] = remember(actions, self._first)
+            tapes[tape] = remember(actions, self.ops.first)
         made = replay_by(actions, (target, *also))
         self._ran = actions
         return made
@@ -537,7 +536,7 @@ class Executor:
         """Whether normalisations of the last replay that are to be short were, and ops that are to be told from other
         sizes: what was compared is what is proven."""
         short, told = self.program.statistics, self._told_ops
-        ran = [(action.made, action.made.order - self._first) for action in self._ran]
+        ran = [(action.made, action.made.order - self.ops.first) for action in self._ran]
         return all(
             (made.statistics is not None or op not in short) and (made.told or op not in told) for made, op in ran
         )
@@ -571,127 +570,7 @@ class Executor:
         if self.tick > self._last_need.get(entry.number, -1):
             entry.settle()
 
-    # ops
-
-    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number = self.ops
-        self.ops = number + 1
-        # A call may run more ops than before: they must not pass for those of the next one.
-        expected = self._recorded.get(number) if number < self._stop else None
-        if self._learning:
-            self._strange += self.program.names.get(number, name := str(func)) != name
-        if expected is not func:
-            if type(expected) is not str or expected != str(func):
-                # Not planned to be replayed; or not the op that was, hence not one whose replay was proven: what
-                # needed it is swapped instead.
-                if self._witnessing:
-                    self._witness.saw(number, func, args, None, [])
-                form = form_of(func)
-                if form.written and self.lineage.is_read():
-                    return self._write(func, args, kwargs, None)
-                if form.has_statistics:
-                    with no_dispatch():
-                        self.lineage.before_write(hidden_writes(func, args))
-                if form.reshapes and not saved_elsewhere(args[0]):
-                    with no_dispatch():
-                        self.lineage.reshaped(args[0])
-                return func(*args, **kwargs)
-            self._recorded[number] = func  # from now on known by itself, not by its name
-        if torch._C._len_torch_dispatch_stack():  # a mode of the user's is not to see what is done here
-            with no_dispatch():
-                made = self._noted(number, func, args, kwargs)
-            result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
-            with no_dispatch():
-                if number in self.program.statistics:
-                    made.statistics = Statistics.of(result[1], result[2])
-                self.lineage.made(made, result)
-            return result
-        made = self._noted(number, func, args, kwargs)
-        result = self._write(func, args, kwargs, made) if made.form.written else func(*args, **kwargs)
-        if number in self.program.statistics:
-            made.statistics = Statistics.of(result[1], result[2])
-        self.lineage.made(made, result)
-        return result
-
-    def _noted(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
-        made = Made(self._first + number, func, args, kwargs, self.lineage.node_of)
-        self._made[number] = ref(made)
-        if self._witnessing:
-            self._witness.saw(number, func, args, made, list(made.keys))
-        return made
-
-    def _may_write(self, arguments: Iterable[Any]) -> None:
-        """Note whether one of these is a weight: autocast goes on handing out the copy that it made of it before, and a
-        call does not show whether it made one."""
-        for value in arguments:
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                # What has been computed is no weight, and most of what is written in place has been.
-                is_weight = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_leaf
-                if is_weight and (tensor.requires_grad or self._is_kept(tensor)):
-                    self._weights_written = True
-
-    def _is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in a storage of the model's or the optimizer's; asked for seldom, it takes milliseconds."""
-        if self._kept_keys is None:
-            self._kept_keys = self.kept()
-        try:
-            return tensor.untyped_storage()._cdata in self._kept_keys
-        except (NotImplementedError, RuntimeError):  # no storage of its own
-            return False
-
-    def _record(self, place: int, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call whose ops are known. NotImplemented where it is another than the one that was learned. place:
-        among the calls that are known at this size."""
-        tensors = known.tensors(args, kwargs, self.device_type)
-        if tensors is None or (known.casts_weights and self._weights_written):
-            return NotImplemented
-        self._statistics.clear()  # of a call that failed
-        told = self._known_at is not None and place in self._known_at.told
-        recording = Recording(known, tensors, self.lineage, self.entries, self._first, self._saved_as, told=told)
-        tick = self.tick
-        within, self._recording = self._recording, (recording, tick)
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._recording = within
-        recording.ended(result, self._saved_since(tick))
-        for inner, op in zip(known.ops, recording.made, strict=False):
-            self._made[inner.number] = ref(op)
-        return result
-
-    def _learn_call(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call whose ops are looked at, to know it from now on."""
-        tick = self.tick
-        self._witness.begin(func, args, kwargs)
-        self._witnessing = True
-        result = None
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._witnessing = False
-            known = self._witness.told(result, self._saved_since(tick))
-        self._learned[place] = self.program.with_statistics(known) if known is not None else None
-        return result
-
-    def _saved_since(self, tick: int) -> tuple[int, ...]:
-        return tuple([number for _, number, _, _ in self._expected[tick : self.tick]])
-
-    def _saved_as(self, number: int) -> torch.Tensor | None:
-        """A tensor over a storage that was saved in the call that was just made."""
-        tensor = self._statistics.pop(number, None)
-        if tensor is None:
-            entry = self.entries.get(number)
-            if entry is not None and entry.views and entry.in_memory:
-                tensor = entry.a_tensor()
-        return tensor
-
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made | None) -> Any:
-        with no_dispatch():
-            self.lineage.before_write(written_tensors(func, args, kwargs))
-        result = func(*args, **kwargs)
-        with no_dispatch():
-            self.lineage.after_write(func, args, kwargs, made)
-        return result
+    # phases
 
     def backward_begins(self) -> None:
         self._in_backward = True
@@ -742,9 +621,9 @@ class Executor:
             self.fallbacks["the step is another one that is known: its plan was taken up on the way"] += 1
             if isinstance(self._calls, Gate):
                 self._calls.give_up()
-            self.program, self.switched, self._learning = program, True, False
-            self._witnessing = False
-            self._recorded, self._excess_bytes = {}, self._excess_of(program)
+            self.program, self.switched = program, True
+            self.ops.note_no_more()
+            self._excess_bytes = self._excess_of(program)
             self._spaced.clear()
             self._follow(program.all_ticks)
             with no_dispatch():
