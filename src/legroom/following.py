@@ -399,12 +399,12 @@ class Following:
         sizes = [size for size in dict.fromkeys((goal, features)) if model.knows(size)]
         course.asked.add(sizes[0])
         template, reserve, sure = model.template, model.reserve_bytes(), model.sizes_are_sure()
-        at = [(size, model.predict(size)) for size in sizes]
+        at = [(size, model.predicting(size)) for size in sizes]
         target, version = self._usable_bytes() - reserve, course.version
 
         def improve() -> None:
-            for size, numbers in at:
-                trace = with_numbers(template, numbers)
+            for size, predicted in at:
+                trace = with_numbers(template, predicted(True))
                 try:
                     plan, schedule = self._made_in_background(trace, target)
                 except BudgetError:
@@ -413,6 +413,7 @@ class Following:
                 if rung.peak_bytes > self._budget_bytes - reserve:
                     raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
                 self._teach(rung.program, course.lesson, every=every)
+                rung.program.prepare_proofs()
                 self._arrived.append((course, version, size, rung))
                 return
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -242,23 +243,32 @@ class SizeModel:
     def predict(self, features: Features, *, timed: bool = True) -> Numbers:
         """The numbers at this input: those of a sample where there is one, else fitted. timed: with seconds, which are
         half of the work, else there may be none."""
+        return self.predicting(features)(timed)
+
+    def predicting(self, features: Features) -> Callable[[bool], Numbers]:
+        """`predict` with what is known now, to be called in any thread."""
         sample = self._samples.get(features)
         if sample is not None:
             numbers = sample.numbers
-            return replace(numbers, peak_bytes=numbers.peak_bytes + self._correction)
+            seen = replace(numbers, peak_bytes=numbers.peak_bytes + self._correction)
+            return lambda _: seen
         self._check(features)
-        model = self._model_for(features)
-        sizes = model.sizes(features, self.granularity_bytes)
+        model, grain, correction = self._model_for(features), self.granularity_bytes, self._correction
         storages, ticks = len(self.template.storages), len(self.template.ticks)
-        level_bytes, head = sizes[storages : storages + ticks], storages + 2 * ticks
-        return Numbers(
-            nbytes=sizes[:storages],
-            level_bytes=level_bytes,
-            peak_bytes=level_bytes + sizes[storages + ticks : head] + self._correction,
-            head_peak_bytes=int(sizes[head]),
-            workspace_bytes=sizes[head + 1 :],
-            seconds=model.seconds(features) if timed else np.zeros(0),
-        )
+
+        def numbers_at(timed: bool) -> Numbers:
+            sizes = model.sizes(features, grain)
+            level_bytes, head = sizes[storages : storages + ticks], storages + 2 * ticks
+            return Numbers(
+                nbytes=sizes[:storages],
+                level_bytes=level_bytes,
+                peak_bytes=level_bytes + sizes[storages + ticks : head] + correction,
+                head_peak_bytes=int(sizes[head]),
+                workspace_bytes=sizes[head + 1 :],
+                seconds=model.seconds(features) if timed else np.zeros(0),
+            )
+
+        return numbers_at
 
     def reserve_bytes(self) -> int:
         """How much a peak may lie above what is predicted."""

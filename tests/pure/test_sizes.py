@@ -462,6 +462,17 @@ def test_what_a_planned_step_measured_is_added_where_it_is_more() -> None:
         model.heard((80,), np.zeros(7, dtype=np.int64))
 
 
+@pytest.mark.parametrize("features", [(80,), (52,), (LENGTHS[0],)])
+def test_what_is_asked_for_later_is_as_it_was_known(features: tuple[int, ...]) -> None:
+    model = taught([(n,) for n in LENGTHS], BERT)
+    before, later = model.predict(features), model.predicting(features)
+    assert model.heard((90,), np.array([500, 0, 0, 7, 0, 0, 0, 0])) == 500
+    model.add((77,), step((77,), BERT))
+    for name, value in dataclasses.asdict(before).items():
+        assert np.array_equal(dataclasses.asdict(later(True))[name], value)
+    assert model.predict(features).peak_bytes[0] == before.peak_bytes[0] + 500
+
+
 def test_what_was_measured_once_does_not_count_for_ever() -> None:
     model = taught([(n,) for n in LENGTHS], BERT)
     plain = model.predict((52,)).peak_bytes

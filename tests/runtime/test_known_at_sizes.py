@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import legroom
+from legroom.hardware import PRESETS
 from legroom.runtime import lifting
 from legroom.runtime.calls import Called, Lesson
 from legroom.runtime.device import CpuDevice
@@ -305,8 +307,11 @@ class Turned(Net):
         return super().forward(x, {**PLAIN, "scale": self.factor})
 
 
-def test_one_step_of_another_kind_at_a_size(looked_at: Counter[str]) -> None:
+def test_one_step_of_another_kind_at_a_size(looked_at: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was learned before still holds after it, and what it was itself is known when it comes back."""
+    # So fast that the first plan only swaps, however long ops take: the next one then learns its calls for itself.
+    link = replace(PRESETS["cpu"], out_bytes_per_second=1e12, in_bytes_per_second=1e12)
+    monkeypatch.setattr("legroom.room.probe", lambda *_: link)
     sizes = [*FIRST, *[13] * 9]
     odd = len(FIRST) + 4, len(FIRST) + 7, len(FIRST) + 8
     torch.manual_seed(0)
@@ -414,6 +419,29 @@ def test_what_is_not_told_after_all_counts_as_looked_at() -> None:
     step.proofs = {0: (0, step.told_by(PLACES))}
     assert step.call(2) is None
     assert len(step.told_by(PLACES)) == 2 and step.told_ops == {11, 13} and step.proofs is None
+
+
+def test_what_holds_at_one_new_size_holds_at_the_next() -> None:
+    """As long as nothing is learned, and each size finds out for itself what cannot be told there."""
+    known = KnownSizes()
+    learned_at(known, 20, 50, 32)
+    first = at(known, 41)
+    first.proofs = {0: (0, first.told_by(PLACES))}
+    assert calls_of(first) == dict.fromkeys(PLACES, call(41))
+    other, odd = at(known, 43), known.at(LESSON, 0, VARIANTS, (5, 41), lambda place, call: True)
+    assert other.proofs is odd.proofs is first.proofs
+    assert calls_of(other) == dict.fromkeys(PLACES, call(43))
+    assert odd.call(1) is None and odd.learns == {1} and odd.proofs is None
+    assert first.told == other.told and first.told.keys() == set(PLACES) and not first.learns and other.proofs
+    after = at(known, 47)
+    assert after.proofs is None and after.told == first.told
+    after.proofs = first.proofs
+    after.learned({1: call(47, seeded=True)})
+    assert at(known, 53).proofs is None
+    assert at(known, 47).told.keys() == {2, 3}
+    at(known, 59).learned({1: None})
+    exact = at(known, 20, number=7)
+    assert not exact.told and calls_of(exact) == dict.fromkeys(PLACES, call(20))
 
 
 @pytest.mark.parametrize("size", [20, 41])

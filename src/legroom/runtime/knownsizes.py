@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -99,13 +100,14 @@ class _Lesson:
         self.variants: WeakValueDictionary[Variant, _Known] = WeakValueDictionary()  # those of the plans
         self.plans: OrderedDict[int, dict[int, _Known]] = OrderedDict()  # by place; the last one used at the end
         self.steps: OrderedDict[tuple[int, Sizes], KnownAt] = OrderedDict()
+        self.fresh: dict[int, KnownAt] = {}  # under a plan, at a size where no call had been seen: as at the next one
         self.met: set[Sizes] = set()
 
     def at(self, number: int, variants: Sequence[Variant], sizes: Sizes, fits: Fits) -> KnownAt:
         at = self.steps.get((number, sizes))
         again = sizes in self.met
         if at is None or (again and at.waits):
-            at = self.steps[number, sizes] = KnownAt(self, self._plan(number, variants), variants, sizes, fits, again)
+            at = self.steps[number, sizes] = self._made(number, variants, sizes, fits, again=again)
             if len(self.steps) > MOST_STEPS:
                 self.steps.popitem(last=False)
             if len(self.met) >= MOST_MET:
@@ -114,16 +116,26 @@ class _Lesson:
         self.steps.move_to_end((number, sizes))
         return at
 
+    def _made(self, number: int, variants: Sequence[Variant], sizes: Sizes, fits: Fits, *, again: bool) -> KnownAt:
+        plan = self._plan(number, variants)
+        if again or any(sizes in known.exact for known in plan.values()):
+            return KnownAt(self, plan, variants, sizes, fits, again)
+        if number in self.fresh:
+            return self.fresh[number].at_another(sizes)
+        at = self.fresh[number] = KnownAt(self, plan, variants, sizes, fits, again)
+        return at
+
     def _plan(self, number: int, variants: Iterable[Variant]) -> dict[int, _Known]:
         plan = self.plans.get(number)
         if plan is None:
             plan = self.plans[number] = {v.place: self.variants.setdefault(v, _Known()) for v in variants}
             if len(self.plans) > MOST_PLANS:
-                self.plans.popitem(last=False)
+                self.fresh.pop(self.plans.popitem(last=False)[0], None)
         self.plans.move_to_end(number)
         return plan
 
     def learned(self, sizes: Sizes, *, all_sizes: bool) -> None:
+        self.fresh.clear()
         for key in [key for key in self.steps if all_sizes or key[1] == sizes]:
             del self.steps[key]
 
@@ -180,6 +192,7 @@ class KnownAt:
         self._variants = variants
         self._sizes = sizes
         self._again = again
+        self.proofs: dict[int, Proof] | None = None  # by storage that is made again, as long as the same are told
         self.waits = False  # whether there are some that are to be learned when the size comes back
         self._calls: dict[int, KnownCall] = {}
         self.learns: set[int] = set()  # those that are to be learned
@@ -197,7 +210,14 @@ class KnownAt:
                     self._calls[place] = call
                 else:
                     self.told[place] = known.edition
-        self.proofs: dict[int, Proof] | None = None  # by storage that is made again, as long as the same are told
+
+    def at_another(self, sizes: Sizes) -> KnownAt:
+        """At a size that is new as well, as long as nothing was learned since."""
+        other = copy(self)
+        vars(other).pop("_telling", None)
+        other._sizes, other._calls = sizes, {}
+        other.learns, other.told = set(self.learns), dict(self.told)
+        return other
 
     def _learn(self, place: int) -> None:
         if self._plan[place].may_learn(again=self._again):
@@ -215,6 +235,7 @@ class KnownAt:
                 vars(self).pop("told_ops", None)
                 self.proofs = None
                 self._learn(place)
+                self._lesson.fresh.clear()
         return call
 
     @functools.cached_property

@@ -330,6 +330,12 @@ class Program:
             for storage, recipes in self.recipes.items()
         }
 
+    def prepare_proofs(self) -> None:
+        """Work out ahead what says how things are made again, which takes milliseconds."""
+        _ = self.recipes
+        if self.calls is not None:
+            _ = self._places
+
     def with_statistics(self, known: KnownCall) -> KnownCall:
         ops = (op._replace(statistics=self.statistics.get(op.number)) for op in known.ops)
         return known._replace(ops=tuple(ops)) if self.statistics else known
