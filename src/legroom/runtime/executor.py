@@ -44,7 +44,7 @@ def _nothing_known(_: int) -> None:
 
 
 class Executor:
-    """The hooks and the op handler of one planned step."""
+    """The hooks of one planned step, and what is done at them."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Executor:
             device_type,
             first=ledger.generation * MOST_OPS,
             kept=kept,
+            known_at=known_at,
         )
-        self.ops.known_at = known_at
         self._statistics = self.ops.statistics
         self.late: list[int] = []
         self._to_check = checks

@@ -34,14 +34,16 @@ class PlannedOps:
         *,
         first: int,
         kept: Callable[[], frozenset[int]],
+        known_at: KnownAt | None,
     ) -> None:
         """entries: of this step, by storage. first: ops are numbered from there on, so that those of steps whose graphs
-        live on are others. kept: the storages of the model and the optimizer; takes milliseconds."""
+        live on are others. kept: the storages of the model and the optimizer; takes milliseconds. known_at: the input's
+        size, where that varies."""
         self.first = first
         self.number = 0  # of the next op, in the step
         self.made: dict[int, ref[Made]] = {}  # by number
         self.statistics: dict[int, torch.Tensor] = {}  # of the call that is being made, by storage
-        self.known_at: KnownAt | None = None  # the input's size, where that varies
+        self.known_at = known_at
         self.learned: dict[int, KnownCall | None] = {}  # at this size, by place
         self.witness = Witness(device_type, lineage, entries)
         self.learning = False  # all calls of the step
