@@ -22,7 +22,7 @@ took longer than the step (BERT-base on an H200: 130 ms a step in place of 42), 
 first. So rooms take the timed lengths twice: the first time, when what is replayed at a new length is held against the
 real bytes, is told apart. Time is that of all timed steps together, from one synchronisation to another, after a
 warm-up whose recorded steps and seconds are told apart, too. `--settle` waits before timing for the plans that are made
-in the background.
+in the background. A file may hold several runs: what must hold is told of each by itself.
 """
 
 from __future__ import annotations
@@ -469,7 +469,21 @@ def measure(job: Job, emit: Callable[[Row], None]) -> None:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    return [verdict for name in results.workloads() for verdict in _verdicts(name, results.of(name))]
+    """Of each run by itself: hosts of the same kind differ by a third, and so do steps for which they decide."""
+    several = len(results.runs) > 1
+    return [
+        verdict
+        for name in results.workloads()
+        for run in results.runs_of(name)
+        for verdict in _verdicts(f"{name}, run {run}" if several else name, _rows_of(results, name, run))
+    ]
+
+
+def _rows_of(results: Results, name: str, run: int) -> dict[str, Row]:
+    """Those of a run; plain is that of an earlier one where it was not asked for again."""
+    rows = results.of(name, run)
+    earlier = [results.of(name, other)["plain"] for other in range(run) if "plain" in results.of(name, other)]
+    return rows if "plain" in rows or not earlier else {"plain": earlier[-1], **rows}
 
 
 def _verdicts(name: str, rows: Mapping[str, Row]) -> Iterator[Verdict]:
@@ -557,10 +571,12 @@ _VERDICT_HEAD = ("stream", "claim", "", "figures")
 
 
 def _lines(results: Results, name: str) -> list[tuple[str, ...]]:
-    rows = results.of(name)
-    plain = rows.get("plain")
     several = len(results.runs) > 1
-    return [_cells(row, plain, several=several) for row in rows.values() if row.contender != "needed"]
+    return [
+        _cells(row, _rows_of(results, name, row.run).get("plain"), several=several)
+        for row in results.rows
+        if row.workload == name and row.contender != "needed"
+    ]
 
 
 def _cells(row: Row, plain: Row | None, *, several: bool) -> tuple[str, ...]:
@@ -625,10 +641,11 @@ def page(results: Results) -> str:
     out += ["## What must hold", tables.markdown(_VERDICT_HEAD, _verdict_lines(results), words=(0, 1, 2, 3))]
     for name in results.workloads():
         out += [f"## {_label(name)}", tables.markdown(_HEAD, _lines(results, name), words=_WORDS)]
-        needed = results.of(name).get("needed")
-        if needed is not None and needed.ok:
-            costs = ", ".join(f"{s} {needed_ms(needed, s):.1f} ms" for s in needed.report.get("needed", {}))
-            out.append(f"Needed beyond plain, as modelled: {costs}.")
+        for run in results.runs_of(name):
+            needed = results.of(name, run).get("needed")
+            if needed is not None and needed.ok:
+                costs = ", ".join(f"{s} {needed_ms(needed, s):.1f} ms" for s in needed.report.get("needed", {}))
+                out.append(f"Needed beyond plain, as modelled in run {run}: {costs}.")
     out.append(
         "First time: the mean step when a room meets the timed lengths for the first time; ms is that of the second. "
         "Extra steps: what the warm-up took beyond steps of those lengths later on, in mean plain steps. Planning: "
@@ -733,7 +750,8 @@ class Session:
             self.failed |= row.status in budget.FAILURES
             said = f"{row.mean_ms:.1f} ms" if row.ok else f"{row.status}: {row.detail[-300:]}"
             print(f"  {row.workload} {row.contender}: {said} ({row.wall_seconds:.0f} s)", flush=True)
-        self.results = self.results.with_rows(replace(row, run=len(self.results.runs) - 1) for row in rows)
+        new = [replace(row, run=len(self.results.runs) - 1) for row in rows]
+        self.results = replace(self.results, rows=(*self.results.rows, *new))  # earlier runs stay whole beside it
         write(self._path, self.results)
         if ended.status != "ok" and left and job.contender != "checkpoint":
             self._run(replace(job, budgets=left))

@@ -82,8 +82,13 @@ class Results:
     def workloads(self) -> list[str]:
         return list(dict.fromkeys(row.workload for row in self.rows))
 
-    def of(self, workload: str) -> dict[str, Row]:
-        return {row.contender: row for row in self.rows if row.workload == workload}
+    def of(self, workload: str, run: int | None = None) -> dict[str, Row]:
+        """By contender. run: only those of this one; else the last of each, where a file keeps several."""
+        rows = (row for row in self.rows if row.workload == workload)
+        return {row.contender: row for row in rows if run is None or row.run == run}
+
+    def runs_of(self, workload: str) -> list[int]:
+        return sorted({row.run for row in self.rows if row.workload == workload})
 
 
 def to_json(results: Results) -> str:

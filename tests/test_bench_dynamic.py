@@ -224,6 +224,21 @@ def test_a_peer_that_does_not_run_is_slower_and_one_that_was_not_asked_is_not() 
     assert words(None) == ["not measured"]
 
 
+def test_each_run_is_judged_by_itself(tmp_path: Path) -> None:
+    again = [row for row in RANDOM_LENGTHS if row.contender.endswith(("plain", "50%"))]
+    slower = [replace(row, run=1, mean_ms=row.mean_ms * 2) for row in again]
+    alone = (timed("legroom@above", 101.0, run=2),)  # against the last plain there is
+    results = Results((RUN, RUN, RUN), (*RANDOM_LENGTHS, *slower, *alone))
+    found = [(v.workload, v.claim, v.figures) for v in dynamic.verdicts(results) if v.met is not None]
+    assert ("bert, run 0", "at 50% 20% faster than checkpoint", "130.0 / 108.0 ms = 1.20") in found
+    assert ("bert, run 1", "at 50% 20% faster than checkpoint", "260.0 / 216.0 ms = 1.20") in found
+    assert ("bert, run 2", "above the plain peak at most 1.02 × plain", "101.0 / 200.0 ms = 0.505") in found
+    write(tmp_path / "several.json", results)
+    dynamic.render(tmp_path / "several.json")
+    page = (tmp_path / "several.md").read_text()
+    assert "| legroom@50% | 108.0 | +8.0% |" in page and "| legroom@50% | 216.0 | +8.0% |" in page
+
+
 def test_what_the_device_does_not_count_or_nobody_modelled_is_not_measured() -> None:
     uncounted = [replace(row, reserved_bytes=0) for row in RANDOM_LENGTHS]
     assert [v.word for v in dynamic.verdicts(Results((RUN,), tuple(uncounted))) if "cap" in v.claim] == ["not measured"]
