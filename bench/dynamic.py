@@ -528,11 +528,11 @@ def _faster(name: str, share: str, row: Row, peer: str, other: Row | None) -> Ve
 
 def _avoided(name: str, share: str, row: Row, static: Row | None, plain: Row, needed: Row | None) -> Verdict:
     claim = f"at {share} {AVOIDED:.0%} of static's avoidable overhead gone"
-    if static is None or not static.ok or needed is None or share not in needed.report.get("needed", {}):
+    if static is None or not static.ok or needed is None or share not in _prices(needed):
         return Verdict(name, claim, None, "not measured")
     if not row.ok:
         return Verdict(name, claim, False, f"{row.status}: {row.detail[:80]}")
-    least_ms = plain.mean_ms + needed_ms(needed, share)
+    least_ms = plain.mean_ms + _prices(needed)[share]
     avoidable_ms = static.mean_ms - least_ms
     figures = (
         f"static {static.mean_ms:.1f}, legroom {row.mean_ms:.1f}, plain {plain.mean_ms:.1f} ms, needed {least_ms:.1f}"
@@ -544,10 +544,12 @@ def _avoided(name: str, share: str, row: Row, static: Row | None, plain: Row, ne
     return Verdict(name, claim, gone >= AVOIDED, f"{gone:.0%} (of all overhead {whole:.0%}): {figures}")
 
 
-def needed_ms(needed: Row, share: str) -> float:
-    found = needed.report.get("needed", {}).get(share, {})
-    value = found.get("mean_ms", 0.0) if isinstance(found, dict) else 0.0
-    return float(value) if isinstance(value, (int, float)) else 0.0
+def _prices(needed: Row) -> dict[str, float]:
+    """Milliseconds by share, of those that are: a report is whatever a file says."""
+    found = needed.report.get("needed")
+    priced = found.items() if isinstance(found, dict) else ()
+    means = {share: price.get("mean_ms") for share, price in priced if isinstance(price, dict)}
+    return {share: float(mean) for share, mean in means.items() if isinstance(mean, (int, float))}
 
 
 # as text and as files
@@ -643,8 +645,8 @@ def page(results: Results) -> str:
         out += [f"## {_label(name)}", tables.markdown(_HEAD, _lines(results, name), words=_WORDS)]
         for run in results.runs_of(name):
             needed = results.of(name, run).get("needed")
-            if needed is not None and needed.ok:
-                costs = ", ".join(f"{s} {needed_ms(needed, s):.1f} ms" for s in needed.report.get("needed", {}))
+            if needed is not None and _prices(needed):
+                costs = ", ".join(f"{share} {ms:.1f} ms" for share, ms in _prices(needed).items())
                 out.append(f"Needed beyond plain, as modelled in run {run}: {costs}.")
     out.append(
         "First time: the mean step when a room meets the timed lengths for the first time; ms is that of the second. "

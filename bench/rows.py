@@ -1,7 +1,8 @@
 """The results of benchmark runs, and their file.
 
 A file holds the runs that made it (command, date, versions, commit) and the rows, each with the number of its run: what
-is measured again replaces its row, what is not keeps the conditions under which it was measured.
+is measured again replaces its row or, where only rows of one run are compared, stands beside it; what is not keeps the
+conditions under which it was measured.
 """
 
 from __future__ import annotations

@@ -257,6 +257,15 @@ def test_pages_come_from_the_file(tmp_path: Path) -> None:
     assert "| BERT, SWAG 35 to 141 | 2000 | 100.0 | 120.0 |" in second.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize("wrong", ["x", None, [1], {"50%": "x"}, {"50%": {"mean_ms": "x"}}])
+def test_a_price_that_is_none_is_not_taken_for_one(wrong: Any, tmp_path: Path) -> None:
+    rows = [replace(row, report={"needed": wrong}) if row.contender == "needed" else row for row in RANDOM_LENGTHS]
+    path = tmp_path / "dynamic.json"
+    write(path, Results((RUN,), tuple(rows)))
+    assert dynamic.main(["--render", str(path)]) == 0
+    assert [v.word for v in dynamic.verdicts(read(path)) if "static" in v.claim] == ["not measured"]
+
+
 @pytest.mark.parametrize("wrong", ["120%", "half", "50%,"])
 def test_unknown_budgets_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
