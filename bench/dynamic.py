@@ -481,9 +481,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def _rows_of(results: Results, name: str, run: int) -> dict[str, Row]:
     """Those of a run; plain is that of an earlier one where it was not asked for again."""
-    rows = results.of(name, run)
-    earlier = [results.of(name, other)["plain"] for other in range(run) if "plain" in results.of(name, other)]
-    return rows if "plain" in rows or not earlier else {"plain": earlier[-1], **rows}
+    until = [row for row in results.rows if row.workload == name and row.run <= run]
+    return {row.contender: row for row in until if row.run == run or row.contender == "plain"}
 
 
 def _verdicts(name: str, rows: Mapping[str, Row]) -> Iterator[Verdict]:
