@@ -66,3 +66,30 @@ def test_an_input_that_the_program_lets_go_of_is_alive_as_long_as_it_is_saved() 
 
     trace = legroom.capture(step, model=net)
     assert trace.peak_bytes - measured_peak(step, nullcontext, 0) == sum(box[0].nbytes for box in boxes[:2])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("held_by", "rows"), [("python", 4096), ("autograd", 48)])
+def test_an_input_that_goes_makes_room_for_what_comes_after(held_by: str, rows: int) -> None:
+    """Also where PyTorch is the last to hold it, so that no Python object goes at that moment (a small one: what is
+    larger is moved out)."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(64, 64)
+    boxes = [[torch.randn(rows, 64)] for _ in range(8)]
+
+    def step(number: int = 0) -> None:
+        box = boxes.pop()
+        if held_by == "python":
+            x = box[0].mean(0)
+            box.clear()
+            loss = net(x).sum()
+        else:
+            loss = net(box.pop()).sum()
+        loss.backward()
+        with torch.no_grad():
+            net.weight.grad = (torch.ones(3 * rows, 64).t() @ torch.ones(3 * rows, 64)) * 1e-9
+        net.zero_grad()
+
+    trace = legroom.capture(step, model=net)
+    # Two steps later two boxes fewer are there, and that one goes is not in the other log.
+    assert trace.peak_bytes - measured_peak(step, nullcontext, 0) == boxes[0][0].nbytes
