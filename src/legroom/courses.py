@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from legroom.ir import Trace
@@ -14,8 +15,10 @@ from legroom.peaks import Peaks
 from legroom.plan import Plan
 from legroom.planners.responsive import Responsive
 from legroom.runtime.calls import Lesson
+from legroom.runtime.inputs import Call
 from legroom.runtime.knownsizes import Proof
 from legroom.runtime.program import Program
+from legroom.runtime.recorder import Outline
 from legroom.schedule import Schedule
 from legroom.sizes import SizeModel
 
@@ -24,6 +27,17 @@ MOST_COURSES = 4  # op sequences behind one way of calling. Beyond, what served 
 MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be one change for good
 REMEMBERED_PEAKS = 4096
 AT_ONCE = "responsive"  # the planner whose plans are replaced
+
+
+class Recorded(NamedTuple):
+    """A recorded step that began with a call of the model."""
+
+    call: Call
+    trace: Trace
+    alive_bytes: int  # before it
+    peak_bytes: int  # measured
+    outline: Outline | None  # None: where the next one is the same, it has to be proven again
+    proven: bool  # every op, at this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,7 @@ class Course:
     peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
     version: int = 0  # plans of another one were made from what is no longer believed
     proven: dict[Features, set[Proof]] = field(default_factory=dict)  # by size, what was seen to give the same bits
+    outline: Outline | None = None  # of its ops, so that they need not be proven at every size that is recorded
     lesson: Lesson | None = None  # of its calls, from the first planned step that could be learned from
     recipes: WeakKeyDictionary[Program, Mapping[int, int]] = field(default_factory=WeakKeyDictionary)
     numbers: dict[object, int] = field(default_factory=dict)  # of recipes

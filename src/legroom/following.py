@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
-from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Rung, Way
+from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Recorded, Rung, Way
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
@@ -191,7 +191,8 @@ class Following:
             most += way.steps // STEPS_A_LESSON
         if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
-            return ShelteredStep(self._setting, proving=True, trusting=True)
+            outlines = [course.outline for course in way.courses if course.outline is not None]
+            return ShelteredStep(self._setting, proving=True, trusting=True, outlines=outlines)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
         return self._reactive(call, way)
 
@@ -444,16 +445,16 @@ class Following:
 
     # afterwards
 
-    def learn(self, call: Call, trace: Trace, alive_bytes: int, peak_bytes: int) -> None:
-        """From a recorded step that began with this call. alive_bytes: before it. peak_bytes: measured."""
+    def learn(self, recorded: Recorded) -> None:
+        call, trace = recorded.call, recorded.trace
         way = self._way_of(call)
         structure = structure_of(trace)
         course = way.courses.get(structure)
-        base = alive_bytes - call.input_bytes
+        base = recorded.alive_bytes - call.input_bytes
         if course is None:
             model = SizeModel(granularity_bytes=self._device.rounded(1))
             model.add(call.features, trace)
-            course = Course(structure, model, base, call.features, call.features)
+            course = Course(structure, model, base, call.features, call.features, outline=recorded.outline)
             gone = way.courses.add(structure, course)
             if gone is not None:
                 self._setting.fallbacks["too many op sequences: what was learned of one was forgotten"] += 1
@@ -467,8 +468,9 @@ class Following:
                 course.responsive = None
             course.forget_plans()
         # Where backward runs after the step, the trace does not show that what was saved could be away.
-        course.refuses = course.refuses and floor_bytes(trace) <= peak_bytes * CERTAIN
-        course.recorded.add(call.features)
+        course.refuses = course.refuses and floor_bytes(trace) <= recorded.peak_bytes * CERTAIN
+        if recorded.proven:
+            course.recorded.add(call.features)
         course.ran.append(call.features)
         way.course = course
 

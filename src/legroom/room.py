@@ -26,6 +26,7 @@ from legroom.admission import (
     over_budget,
 )
 from legroom.assembling import OpSeconds, assemble, less, op_seconds
+from legroom.courses import Recorded
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.following import DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, Following
 from legroom.hardware import Hardware
@@ -167,8 +168,7 @@ class Room:
         self._compared: deque[Check] = deque()  # whose outcome is not known yet
         self._op_seconds: OpSeconds = {}  # in the last sheltered step, or the one before if that took less
         self._call: Call | None = None  # of the last step, the first one
-        # The last recorded step, if it began with that call: what was alive before it, and its peak.
-        self._recorded: tuple[Call, Trace, int, int] | None = None
+        self._recorded: Recorded | None = None  # the last one, if it began with that call
         self._closed = False
 
     @property
@@ -328,11 +328,14 @@ class Room:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
             return
         if run.began_with_call and self._call is not None:
-            self._recorded = self._call, trace, run.alive_bytes, run.curve.measured_peak_bytes
+            recorder, peak = run.recorder, run.curve.measured_peak_bytes
+            self._recorded = Recorded(
+                self._call, trace, run.alive_bytes, peak, recorder.outline(), proven=not recorder.follows
+            )
         if self._following is None:
             self._standing.plan_for(trace, run.alive_bytes)
         elif self._recorded is not None:
-            self._following.learn(*self._recorded)
+            self._following.learn(self._recorded)
 
     # inputs that vary
 
@@ -358,7 +361,7 @@ class Room:
             self._standing.give_up()
             self._sheltered_since_drift, self._sheltered_until = SHELTERED_STEPS, 0
             if self._recorded is not None:
-                self._following.learn(*self._recorded)
+                self._following.learn(self._recorded)
 
     def _after_called(self, run: CalledStep, seconds: float) -> None:
         following, inner = self._following, run.inner

@@ -5,6 +5,9 @@ from the same generator state; an in-place op is run, its target put back from t
 prove the op. Then every input of every op is digested again where it is read, and every saved storage where it is
 evicted: bytes that changed in between were changed by something PyTorch cannot see, and no replay is trusted across
 that. Neither takes more memory than the op itself, so the proof holds under any budget.
+
+A step whose ops are those of a proven one, at another size of the input, is recorded without proofs for as long as they
+are (`Outline`): no replay counts at a size before it was held against the real bytes there, proven elsewhere or not.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,15 +84,37 @@ class SeenTick:
     storage: int
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What was proven of each op of a step, in their order."""
+
+    names: tuple[str, ...]
+    why_not: tuple[str, ...]
+    short: tuple[bool, ...]
+    unrepeated: Mapping[int, tuple[int, ...]]  # by op, which of its outputs
+
+
 class Recorder:
     """Storages, ops and ticks of one step."""
 
     def __init__(
-        self, device: Device, census: Census, *, proving: bool, distrusted: frozenset[str], undo: Undo
+        self,
+        device: Device,
+        census: Census,
+        *,
+        proving: bool,
+        distrusted: frozenset[str],
+        undo: Undo,
+        outlines: Sequence[Outline] = (),
     ) -> None:
+        """outlines: of steps that this one may be like, at another size. Where it is not, proofs begin."""
         self.device = device
         self.census = census
         self.proving = proving
+        self.follows = bool(outlines)  # so that not all of it is proven at this size
+        self._outlines = list(outlines) if proving else []
+        self._surprised = False  # bytes were changed by something PyTorch cannot see
+        self._unrepeated_at: dict[int, tuple[int, ...]] = {}
         self.undo = undo
         self.distrusted = distrusted  # ops whose replay once gave other bits, whatever a proof says
         self.storages: list[SeenStorage] = []
@@ -137,6 +163,7 @@ class Recorder:
     # ops
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self._like_before(name := str(func))
         with no_dispatch():
             inputs = tensors_in((*args, *kwargs.values()))
             plain = [t for t in inputs if not saved_elsewhere(t)]
@@ -151,7 +178,7 @@ class Recorder:
             written = [t for t in written_tensors(func, args, kwargs) if not saved_elsewhere(t)]
             garbage = [n for n, version in reads if version == 0 and n in self._garbage]
         why_not = "a tensor subclass or a layout that is not strided" if odd else never_replayed(func)
-        if str(func) in self.distrusted:
+        if name in self.distrusted:
             why_not = "a replay of it gave other bits"
         if self.phase != "forward" and not why_not:
             why_not = "not in forward"
@@ -164,6 +191,10 @@ class Recorder:
             with mark(OP):
                 result = func(*args, **kwargs)
             why_not = why_not or "not proven yet"
+        elif known:
+            with mark(OP):
+                result = func(*args, **kwargs)
+            why_not = self._as_before(known, result)
         elif is_uninitialised(func):
             with mark(OP):
                 result = func(*args, **kwargs)
@@ -182,13 +213,49 @@ class Recorder:
                 self._learn(self.number(tensor), tensor)
         return result
 
+    def _like_before(self, name: str) -> list[Outline]:
+        """Those of which this op, too, is the next."""
+        if self._outlines:
+            place = len(self.ops)
+            self._outlines = [o for o in self._outlines if place < len(o.names) and o.names[place] == name]
+        return self._outlines
+
+    def _as_before(self, known: list[Outline], result: Any) -> str:
+        """What the proof of this op said where there was one."""
+        place = len(self.ops)
+        self._short = all(outline.short[place] for outline in known)
+        positions = known[0].unrepeated.get(place, ())
+        if positions:
+            keys = list(_by_storage(result))
+            self._unrepeated = {keys[position] for position in positions if position < len(keys)}
+        return next((outline.why_not[place] for outline in known if outline.why_not[place]), "")
+
+    @property
+    def _looks(self) -> bool:
+        """Whether bytes are held against what they were."""
+        return self.proving and not self._outlines
+
+    def outline(self) -> Outline | None:
+        """For steps at other sizes; None where they have to be proven, too."""
+        if not self.proving or self._surprised:
+            return None
+        return Outline(
+            tuple(op.name for op in self.ops),
+            tuple(op.why_not for op in self.ops),
+            tuple(op.short for op in self.ops),
+            self._unrepeated_at,
+        )
+
     def _note_unrepeated(self, result: Any) -> None:
         """Outputs that two runs gave differently, beside others that repeat: attention leaves a random state unwritten
         where it draws nothing. They get an op of their own that cannot be replayed, so that the rest can."""
         with mark(OP):
             pass
-        outputs = {t.untyped_storage()._cdata: t for t in tensors_in(result)}
-        writes = [(self.number(outputs[key]), 0) for key in self._unrepeated]
+        outputs = _by_storage(result)
+        # In the order of the outputs: in another one, the same step would look like another.
+        positions = tuple(i for i, key in enumerate(outputs) if key in self._unrepeated)
+        self._unrepeated_at[len(self.ops) - 1] = positions
+        writes = [(self.number(tensor), 0) for key, tensor in outputs.items() if key in self._unrepeated]
         self._unrepeated = set()
         for value in writes:
             self.makers[value] = len(self.ops)
@@ -359,7 +426,7 @@ class Recorder:
     # what PyTorch cannot see
 
     def _learn(self, number: int, tensor: torch.Tensor) -> None:
-        if self.proving:
+        if self._looks:
             # Optimizers write much and are not replayed: what they leave is learned when it is read again.
             digest = None
             if self.phase == "forward":
@@ -368,17 +435,18 @@ class Recorder:
             self.storages[number].digest = digest
 
     def _check_unchanged(self, tensors: list[torch.Tensor]) -> None:
-        if self.proving and self.phase == "forward":
+        if self._looks and self.phase == "forward":
             for tensor in _once(tensors):
                 self.compare(self.number(tensor), tensor.untyped_storage())
 
     def compare(self, number: int, storage: torch.UntypedStorage) -> None:
         """Bytes that differ from what the last op left are a new version that nothing can replay."""
         seen = self.storages[number]
-        if not self.proving:
+        if not self._looks:
             return
         now = self.device.digest(storage)
         if seen.digest is not None and seen.digest != now:
+            self._surprised = True
             maker = self.makers.get((number, seen.version))
             if maker is not None:
                 self.ops[maker].why_not = CHANGED
@@ -406,6 +474,7 @@ class Recorder:
             storage = torch.UntypedStorage._new_with_weak_ptr(seen.ref.cdata) if seen.digest is not None else None
             if storage is not None and seen.digest != self.device.digest(storage):
                 changed.add(number)
+        self._surprised |= bool(changed)
         for op in self.ops if changed else ():
             if not op.why_not and any(number in changed for number, _ in op.reads):
                 op.why_not = SOURCE_CHANGED
@@ -431,6 +500,11 @@ class Recorder:
             if seen.gaps is None:
                 seen.gaps = []
             seen.gaps.append((entry.gap_start, end))
+
+
+def _by_storage(result: Any) -> dict[int, torch.Tensor]:
+    """An op's outputs, one of each storage."""
+    return {t.untyped_storage()._cdata: t for t in tensors_in(result)}
 
 
 def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

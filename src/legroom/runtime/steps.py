@@ -19,7 +19,7 @@ from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.knownsizes import KnownAt
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.program import Program
-from legroom.runtime.recorder import Recorder
+from legroom.runtime.recorder import Outline, Recorder
 from legroom.runtime.residency import Ledger
 from legroom.runtime.shelter import Shelter, module_paths, optimizer_phase
 from legroom.runtime.undo import Undo
@@ -120,9 +120,17 @@ class ShelteredStep:
     """A step under the reactive policy, recorded where the profiler is free."""
 
     def __init__(
-        self, setting: Setting, *, proving: bool, trusting: bool, recording: bool = True, refusable: bool = True
+        self,
+        setting: Setting,
+        *,
+        proving: bool,
+        trusting: bool,
+        recording: bool = True,
+        refusable: bool = True,
+        outlines: Sequence[Outline] = (),
     ) -> None:
-        """recording: so that it can be planned for. refusable: held against the budget, and taken back if over it."""
+        """recording: so that it can be planned for. refusable: held against the budget, and taken back if over it.
+        outlines: of steps whose ops were proven, which need not be proven again."""
         self._setting = setting
         self.recording = recording
         self.refusable = refusable
@@ -137,6 +145,7 @@ class ShelteredStep:
         self.began_with_call = True  # no op ran before the model was called
         self._ticks_before_optimizer: int | None = None
         self._proving = proving
+        self._outlines = outlines
 
     def called(self, watch: InputWatch, number: int) -> None:
         """The model was called."""
@@ -168,6 +177,7 @@ class ShelteredStep:
                 proving=self._proving and self._trusting,
                 distrusted=frozenset(setting.distrusted),
                 undo=self.undo,
+                outlines=self._outlines,
             )
         self.shelter = Shelter(
             setting.ledger,
