@@ -2,20 +2,18 @@
 
 On the CPU it comes from PyTorch's profiler, event by event. On CUDA the allocator's counters are read at every mark:
 the level, and the peak since the mark before, which is all that a curve over ticks needs. A log that records a step
-tells of the blocks one by one beside that, on CUDA from the allocator's history. The runtime writes marks into the log,
+can tell of the blocks one by one beside that, on CUDA from the allocator's history. The runtime writes marks into the log,
 so that what the program did and what legroom did can be told apart afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
@@ -36,21 +34,19 @@ FREED = "legroom::freed "  # followed by bytes: something from before the log be
 MOVED = "legroom::moved "  # followed by bytes: something from before the log began was evicted
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+# Tuples: a step of 10,000 ops has 100,000 of them, and a frozen dataclass takes five times as long to make.
+class Allocation(NamedTuple):
     nbytes: int  # negative: a free
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """One block, where the log knows them: beside what Allocation counts, not added to it."""
 
     key: int  # the same when it is asked for and when it goes
     nbytes: int  # 0: it goes
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(NamedTuple):
     """The beginning of a mark or of an outermost op."""
 
     name: str
@@ -59,8 +55,7 @@ class Enter:
     backward: bool  # inside the autograd engine
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     name: str
 
 
@@ -101,11 +96,11 @@ def unnoticed() -> Iterator[None]:
 
 
 class ProfilerLog:
-    """The CPU allocator's events, from the profiler; with `ops`, single blocks and backward's shapes as well."""
+    """The CPU allocator's events, from the profiler; with `ops`, backward's shapes as well."""
 
-    def __init__(self, *, ops: bool) -> None:
+    def __init__(self, *, ops: bool, blocks: bool = False) -> None:
         self._profile = _profiler(cuda=False, shapes=ops)
-        self._blocks = ops
+        self._blocks = blocks
         self._running = False
 
     def start(self) -> None:
@@ -122,18 +117,18 @@ class ProfilerLog:
     def stop(self) -> list[Event]:
         self._running = False
         self._profile.__exit__(None, None, None)
-        events = (event for _, event in _flatten(self._profile.kineto_results.experimental_event_tree(), None))
-        return [event for event in events if self._blocks or not isinstance(event, Block)]
+        tree = self._profile.kineto_results.experimental_event_tree()
+        return [event for _, event in _flatten(tree, None, blocks=self._blocks)]
 
 
 class SampledLog:
-    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, and the
-    allocator's history, as well."""
+    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, with `blocks`,
+    the allocator's history, as well."""
 
-    def __init__(self, index: int, *, ops: bool) -> None:
+    def __init__(self, index: int, *, ops: bool, blocks: bool = False) -> None:
         self._index = index
         self._profile = _profiler(cuda=True, shapes=True) if ops else None
-        self._history = History(index)
+        self._history = History(index) if blocks else None
         self._events: list[Event] = []
         self._last = 0
         self._marks = 0
@@ -145,6 +140,7 @@ class SampledLog:
         global _sampler
         if self._profile is not None:
             self._profile.__enter__()
+        if self._history is not None:
             self._history.start()
         torch._C._cuda_resetPeakMemoryStats(self._index)
         self._last = self._read()[0]
@@ -154,7 +150,8 @@ class SampledLog:
     def cancel(self) -> None:
         global _sampler
         _sampler = None
-        self._history.cancel()
+        if self._history is not None:
+            self._history.cancel()
         if self._profile is not None:
             with contextlib.suppress(Exception), _detaching(self._index):
                 self._profile.__exit__(None, None, None)
@@ -163,14 +160,15 @@ class SampledLog:
         global _sampler
         self.sample()
         _sampler = None
-        requests = self._requests - self._requests_before
-        self._events = with_requests(self._events, [*self._places, requests], self._history.stop())
+        if self._history is not None:
+            requests = self._requests - self._requests_before
+            self._events = with_requests(self._events, [*self._places, requests], self._history.stop())
         if self._profile is None:
             return [_unnumbered(event) for event in self._events]
         with _detaching(self._index):
             self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
-        return list(self._merged(_flatten(results.experimental_event_tree(), _kernels(results))))
+        return list(self._merged(_flatten(results.experimental_event_tree(), _kernels(results), blocks=False)))
 
     def sample(self) -> None:
         """What happened since the last look: up to the peak, and from there to where it stands."""
@@ -273,14 +271,14 @@ class _SampledMark:
         self._log.leave(self._name)
 
 
-_ALLOCATION = torch._C._profiler._EventType.Allocation
+_MEMORY, _ALLOCATION = "[memory]", torch._C._profiler._EventType.Allocation
 _NUMBER = "#"  # between a mark's name and its number
 
 
 def _unnumbered(event: Event) -> Event:
     if isinstance(event, (Allocation, Block)) or not event.name.startswith("legroom::"):
         return event
-    return dataclasses.replace(event, name=event.name.partition(_NUMBER)[0])
+    return event._replace(name=event.name.partition(_NUMBER)[0])
 
 
 def _profiler(*, cuda: bool, shapes: bool) -> Any:
@@ -326,7 +324,9 @@ def _kernels(results: Any) -> dict[int, list[Kernel]]:
     return found
 
 
-def _flatten(roots: list[Any], kernels: dict[int, list[Kernel]] | None) -> Iterator[tuple[int, Event]]:
+def _flatten(
+    roots: list[Any], kernels: dict[int, list[Kernel]] | None, *, blocks: bool
+) -> Iterator[tuple[int, Event]]:
     """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order.
 
     Of the program's ops only those of backward: in forward the marks around them stand for them.
@@ -335,30 +335,29 @@ def _flatten(roots: list[Any], kernels: dict[int, list[Kernel]] | None) -> Itera
     # The CPU allocator remembers blocks from earlier logs and reports their frees in this one, those from before any
     # log not at all. Both are left to the census, which knows what was there at the start.
     known: dict[int, int] = {}
-    blocks = 0
+    made = 0
     while stack:
         item = stack.pop()
         if len(item) == 2:
             yield item
             continue
         node, inside_op, backward = item
-        if node.tag == _ALLOCATION:
+        name = node.name
+        if name == _MEMORY and node.tag == _ALLOCATION:
             fields = node.typed[1]
             nbytes = fields.alloc_size
             if fields.device.type != "cpu":
                 continue
+            pointer, thread = fields.ptr, node.start_tid
             if nbytes > 0:
-                known[fields.ptr] = blocks
-                request = Block(blocks, nbytes)
-                blocks += 1
-            elif fields.ptr not in known:
+                known[pointer] = key = made
+                made += 1
+            elif (key := known.pop(pointer, -1)) < 0:
                 continue
-            else:
-                request = Block(known.pop(fields.ptr), 0)
-            yield node.start_tid, Allocation(nbytes)
-            yield node.start_tid, request
+            yield thread, Allocation(nbytes)
+            if blocks:
+                yield thread, Block(key, max(0, nbytes))
             continue
-        name = node.name
         ours = name.startswith("legroom::")
         deeper = inside_op
         if not ours and not inside_op and "::" in name:

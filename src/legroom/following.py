@@ -192,7 +192,8 @@ class Following:
         if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
             outlines = [course.outline for course in way.courses if course.outline is not None]
-            return ShelteredStep(self._setting, proving=True, trusting=True, outlines=outlines)
+            # What one size asks of the allocator, block by block, says nothing of others.
+            return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
         return self._reactive(call, way)
 

@@ -119,9 +119,9 @@ def test_counted_bytes_stay_before_the_mark_at_which_they_were_counted() -> None
     ]
 
 
-@pytest.mark.parametrize("ops", [True, False])
-def test_the_cpus_log_tells_which_block_goes(ops: bool) -> None:
-    log = ProfilerLog(ops=ops)
+@pytest.mark.parametrize("blocks", [True, False])
+def test_the_cpus_log_tells_which_block_goes(blocks: bool) -> None:
+    log = ProfilerLog(ops=True, blocks=blocks)
     log.start()
     kept = torch.empty(100, dtype=torch.uint8)
     gone = torch.empty(300, dtype=torch.uint8)
@@ -130,5 +130,5 @@ def test_the_cpus_log_tells_which_block_goes(ops: bool) -> None:
     assert len(kept) == 100
     assert [event.nbytes for event in events if isinstance(event, Allocation)] == [100, 300, -300]
     assert [(event.key, event.nbytes) for event in events if isinstance(event, Block)] == (
-        [(0, 100), (1, 300), (1, 0)] if ops else []
+        [(0, 100), (1, 300), (1, 0)] if blocks else []
     )
