@@ -87,12 +87,15 @@ def test_no_other_planner_is_faster_on_a_chain(rate: float, budget: int) -> None
     ("seed", "forward", "gaps", "budget"),
     [(1910554750, 24, 42, 226048), (2798570523, 26, 75, 177689), (3728367029, 34, 75, 189849)],
 )
-def test_the_swarm_is_not_faster_where_gaps_are_few(seed: int, forward: int, gaps: int, budget: int) -> None:
-    """As users ask for it, and not as auto does. It was, by 1.8, 3.3 and 0.1 %."""
+def test_the_swarm_is_hardly_faster_where_gaps_are_few(seed: int, forward: int, gaps: int, budget: int) -> None:
+    """As users ask for it, and not as auto does. It was, by 1.8, 3.3 and 0.1 %.
+
+    Both are searches whose luck depends on how a processor rounds: on one the last is won, on another lost by 0.5 %.
+    """
     trace, hardware = make_trace(seed, forward=forward), PRESETS["h200"]
     assert len(trace.gaps) == gaps
     plan, other = Auto()(trace, hardware, budget), PLANNERS["home"](trace, hardware, budget)
-    assert plan.predicted_seconds <= other.predicted_seconds
+    assert plan.predicted_seconds <= other.predicted_seconds * 1.01
 
 
 def test_no_other_planner_is_faster_on_a_recorded_step() -> None:
