@@ -2,8 +2,8 @@
 
 On the CPU it comes from PyTorch's profiler, event by event. On CUDA the allocator's counters are read at every mark:
 the level, and the peak since the mark before, which is all that a curve over ticks needs. A log that records a step
-can tell of the blocks one by one beside that, on CUDA from the allocator's history. The runtime writes marks into the log,
-so that what the program did and what legroom did can be told apart afterwards.
+can tell of the blocks one by one beside that, on CUDA from the allocator's history. The runtime writes marks into the
+log, so that what the program did and what legroom did can be told apart afterwards.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class ProfilerLog:
 
 
 class SampledLog:
-    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, with `blocks`,
-    the allocator's history, as well."""
+    """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, and with
+    `blocks`, the allocator's history, as well."""
 
     def __init__(self, index: int, *, ops: bool, blocks: bool = False) -> None:
         self._index = index
@@ -324,9 +324,7 @@ def _kernels(results: Any) -> dict[int, list[Kernel]]:
     return found
 
 
-def _flatten(
-    roots: list[Any], kernels: dict[int, list[Kernel]] | None, *, blocks: bool
-) -> Iterator[tuple[int, Event]]:
+def _flatten(roots: list[Any], kernels: dict[int, list[Kernel]] | None, *, blocks: bool) -> Iterator[tuple[int, Event]]:
     """With its thread. Pre-order walk: children lie inside their parents in time, so this is program order.
 
     Of the program's ops only those of backward: in forward the marks around them stand for them.
