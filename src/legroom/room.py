@@ -39,6 +39,7 @@ from legroom.reasons import held, unreplayable
 from legroom.replayprice import with_short_replays
 from legroom.report import Report
 from legroom.runtime.called import CalledStep, LeftAlone
+from legroom.runtime.census import Lasting
 from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Executor
@@ -151,7 +152,8 @@ class Room:
         self._priced = priced
         self._given = given
         self._device = device
-        self._setting = Setting(Ledger(device), device.name, model, optimizer, Counter(), set(), Habits())
+        ledger, lasting = Ledger(device), Lasting(model, optimizer)
+        self._setting = Setting(ledger, device.name, model, optimizer, Counter(), set(), Habits(), lasting)
         self._device.set_cap(budget_bytes)
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
         folder = os.fspath(spill_dir) if spill_dir is not None else None

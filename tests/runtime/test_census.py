@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import legroom
-from legroom.runtime.census import _all_tensors
+from legroom.runtime.census import Lasting, _all_tensors
 from tests.runtime.test_budget import measured_peak
 
 
@@ -93,3 +93,26 @@ def test_an_input_that_goes_makes_room_for_what_comes_after(held_by: str, rows: 
     trace = legroom.capture(step, model=net)
     # Two steps later two boxes fewer are there, and that one goes is not in the other log.
     assert trace.peak_bytes - measured_peak(step, nullcontext, 0) == boxes[0][0].nbytes
+
+
+def test_what_lasts_is_counted_anew_where_it_changes() -> None:
+    net = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    lasting = Lasting(net, optimizer)
+    weights = 4 * (64 * 64 + 64)
+    assert lasting.nbytes() == 0
+    net(torch.ones(1, 64)).sum().backward()
+    assert lasting.nbytes() == weights
+    optimizer.step()
+    assert lasting.nbytes() == 3 * weights + 2 * 4  # Adam counts steps in a tensor each
+    optimizer.zero_grad()
+    assert lasting.nbytes() == 2 * weights + 2 * 4
+    loaded = optimizer.state_dict()
+    loaded["state"] = {0: {name: value.double() for name, value in loaded["state"][0].items()}, 1: loaded["state"][1]}
+    net.weight.data = net.weight.data.double()
+    optimizer.load_state_dict(loaded)  # as many tensors as before, and one of them is larger
+    state = [v for values in optimizer.state.values() for v in values.values()]
+    assert lasting.nbytes() == sum(v.nbytes for v in state) > 2 * weights + 2 * 4
+    optimizer.state.clear()
+    assert lasting.nbytes() == 0
+    assert Lasting(net, None).nbytes() == 0

@@ -132,6 +132,37 @@ def _all_tensors() -> list[torch.Tensor]:
     return [o for o in gc.get_referrers(*_PLAIN) if type(o) in _PLAIN]
 
 
+class Lasting:
+    """What gradients and the optimizer's state take, told at every step before it begins."""
+
+    def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._counted: tuple[object, int] = None, 0  # which state, and how many tensors and numbers were in it
+        self._state_bytes = 0
+
+    def nbytes(self) -> int:
+        groups = self._optimizer.param_groups if self._optimizer is not None else ()
+        gradients = [p.grad for group in groups for p in group["params"]] if groups else []
+        if not gradients and self._model is not None:
+            gradients = [p.grad for p in self._model.parameters()]
+        return self._of_state() + sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def _of_state(self) -> int:
+        """Counted anew where there is more of it or less, or where it was loaded. To look at each tensor of Adam's took
+        0.6 ms of every step of a T5 with 12 layers."""
+        if self._optimizer is None:
+            return 0
+        state = self._optimizer.state
+        before, count = self._counted
+        entries = sum(map(len, state.values()))
+        if state is not before or entries != count:
+            self._counted = state, entries
+            self._state_bytes = sum(
+                v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor)
+            )
+        return self._state_bytes
+
+
 def state_bytes(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, device: str
 ) -> list[tuple[str, int]]:

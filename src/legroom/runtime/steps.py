@@ -13,7 +13,7 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 
 from legroom.alloclog import OPTIMIZER, Log, mark, profiler_is_free
 from legroom.curve import Curve, read_curve
-from legroom.runtime.census import Census
+from legroom.runtime.census import Census, Lasting
 from legroom.runtime.executor import Executor
 from legroom.runtime.inputs import InputWatch, Signature
 from legroom.runtime.knownsizes import KnownAt
@@ -44,6 +44,7 @@ class Setting:
     fallbacks: Counter[str]
     distrusted: set[str]  # names of ops whose replay gave other bits
     habits: Habits
+    lasting: Lasting
 
     def kept(self) -> frozenset[int]:
         """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
@@ -92,15 +93,7 @@ class Setting:
     def alive_bytes(self) -> int:
         """What is alive between steps, as far as it can be told quickly: all of it, or gradients and state."""
         alive = self.ledger.device.alive_bytes()
-        if alive is not None:
-            return alive
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        parameters = [p for group in groups for p in group["params"]] or (
-            list(self.model.parameters()) if self.model is not None else []
-        )
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        state = sum(v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor))
-        return state + sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        return alive if alive is not None else self.lasting.nbytes()
 
 
 @contextlib.contextmanager
@@ -117,7 +110,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _curve_of(log: Log, census: Census) -> Curve:
-    """Events are made by the ten thousand, and all stay: passes over them take a tenth of the time that reading does."""
+    """Events are made by the ten thousand, and all stay: passes over them take a tenth of the time of reading."""
     with no_collection():
         return read_curve(log.stop(), census.base_bytes)
 
