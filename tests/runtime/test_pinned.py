@@ -478,7 +478,7 @@ class PooledDevice(CpuDevice):
             self.spill, memory, piece_bytes=piece_bytes, device=torch.device("cpu"), out=self.lane, into=self.lane
         )
 
-    def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
+    def copy_out(self, bytes_: torch.Tensor, *, waits: bool = False) -> tuple[HostCopy, Copy]:
         buffer = self.pool.take(bytes_.numel())
         if buffer is None:
             slot = self.spill.take(bytes_.numel())
@@ -489,7 +489,7 @@ class PooledDevice(CpuDevice):
         host = Pooled(self.pool, buffer)
         return host, host
 
-    def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy:
+    def copy_in(self, host: HostCopy, bytes_: torch.Tensor, *, waits: bool = False) -> Copy:
         if isinstance(host, FileCopy):
             return FutureCopy(self.staged.read(bytes_.data_ptr(), host.slot), bytes_)
         assert isinstance(host, Pooled) and host.buffer.tensor is not None

@@ -44,9 +44,9 @@ class Tight(Capped):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a little.")
         return super().allocate(nbytes)
 
-    def copy_out(self, bytes_: Tensor) -> Any:
+    def copy_out(self, bytes_: Tensor, *, waits: bool = False) -> Any:
         self.refuses_bytes -= bytes_.numel()
-        return super().copy_out(bytes_)
+        return super().copy_out(bytes_, waits=waits)
 
 
 def trace_of(requests: tuple[tuple[tuple[int, int], ...], ...], storages: int) -> Trace:

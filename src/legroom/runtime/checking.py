@@ -32,7 +32,7 @@ class Check:
         self._funcs: Collection[Any] = ()
         self.host: HostCopy | None = None
         if self._wait:
-            self.host, copy = device.copy_out(flat)
+            self.host, copy = device.copy_out(flat, waits=True)
             try:
                 copy.wait()
             except BaseException:

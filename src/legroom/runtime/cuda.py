@@ -225,7 +225,7 @@ class CudaDevice:
         self.pool.trim(sizes)
         self.pool.settle()
 
-    def copy_out(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:
+    def copy_out(self, bytes_: torch.Tensor, *, waits: bool = False) -> tuple[HostCopy, Copy]:
         buffer = self.pool.take(bytes_.numel())
         if buffer is None:
             return self._copy_to_file(bytes_)
@@ -233,7 +233,7 @@ class CudaDevice:
         host = _PinnedCopy(self, buffer)
         return host, host
 
-    def copy_in(self, host: HostCopy, bytes_: torch.Tensor) -> Copy:
+    def copy_in(self, host: HostCopy, bytes_: torch.Tensor, *, waits: bool = False) -> Copy:
         if isinstance(host, FileCopy):
             self._after_compute(self._file_in)
             return FutureCopy(self._staged.read(bytes_.data_ptr(), host.slot), bytes_)

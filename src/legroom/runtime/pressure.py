@@ -82,7 +82,7 @@ class Pressure:
         for entry in idle:
             if nbytes <= 0:
                 break
-            entry.start_saving()
+            entry.start_saving(waits=True)
             entry.release()
             nbytes -= entry.nbytes
             gone += 1

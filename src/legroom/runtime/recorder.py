@@ -349,7 +349,7 @@ class Recorder:
             rng = RandomState(generator) if torch.Tag.nondeterministic_seeded in func.tags else None
             flats = _flats(whole)
             garbage = [(n := self.number(t)) in self._garbage and self.storages[n].version == 0 for t in whole]
-            copies = {i: self.device.copy_out(flat) for i, flat in enumerate(flats) if not garbage[i]}
+            copies = {i: self.device.copy_out(flat, waits=True) for i, flat in enumerate(flats) if not garbage[i]}
             for _, copy in copies.values():
                 copy.wait()
         before = [_shape(t) for t in written]
@@ -377,7 +377,7 @@ class Recorder:
                     flat.bitwise_not_()
                 else:
                     host, _ = copies[i]
-                    self.device.copy_in(host, flat).wait()
+                    self.device.copy_in(host, flat, waits=True).wait()
                     host.drop()
             if rng is not None:
                 rng.restore()

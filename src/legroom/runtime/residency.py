@@ -146,9 +146,10 @@ class Entry:
                 count += 1
         return _use_count(self.key) == count
 
-    def start_saving(self) -> None:
+    def start_saving(self, *, waits: bool = False) -> None:
+        """waits: it is released at once."""
         if self.host is None:
-            self.host, self.saving = self.ledger.device.copy_out(self.flat())
+            self.host, self.saving = self.ledger.device.copy_out(self.flat(), waits=waits)
 
     def release(self) -> None:
         """Free the bytes; they must be on the host or replayable by now."""
@@ -167,11 +168,12 @@ class Entry:
         self.base = None
         self.key = 0
 
-    def start_loading(self) -> None:
+    def start_loading(self, *, waits: bool = False) -> None:
+        """waits: it is read at once."""
         if self.key == 0:
             assert self.host is not None
             base = self.ledger.device.allocate(self.nbytes)
-            self.loading = self.ledger.device.copy_in(self.host, base)
+            self.loading = self.ledger.device.copy_in(self.host, base, waits=waits)
             self.adopt(base)
 
     def finish_loading(self) -> None:
@@ -218,7 +220,7 @@ class Entry:
         node = self.node
         if node is None or node.maker is not None or not node.relied:
             return
-        self.start_loading()
+        self.start_loading(waits=True)
         self.finish_loading()
         node.hold(tensor if tensor is not None else self.flat())
         node.entry = self.node = None

@@ -118,7 +118,7 @@ class Shelter:
                 continue
             if self._recording(entry):
                 self._bind(entry)
-            entry.start_saving()
+            entry.start_saving(waits=True)
             if self.census is not None:
                 self.census.note_move(entry.key)
             entry.release()
@@ -175,7 +175,7 @@ class Shelter:
 def bring_back(entry: Entry) -> None:
     """From wherever its bytes can be had."""
     if entry.host is not None:
-        entry.start_loading()
+        entry.start_loading(waits=True)
         entry.finish_loading()
     else:
         replay_entry(entry)

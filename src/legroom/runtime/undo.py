@@ -55,7 +55,7 @@ class Undo:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._saved and storage.nbytes():
-                host, copy = self._device.copy_out(_flat(storage))
+                host, copy = self._device.copy_out(_flat(storage), waits=True)
                 # First, so that a failure leaves nothing.
                 self._saved[storage._cdata] = StorageWeakRef(storage), host, storage.nbytes()
                 copy.wait()
@@ -64,7 +64,7 @@ class Undo:
         for ref, host, _ in self._saved.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is not None:
-                self._device.copy_in(host, _flat(storage)).wait()
+                self._device.copy_in(host, _flat(storage), waits=True).wait()
         self._random.restore()
         with torch.no_grad():
             for tensor, before in self._elsewhere:
@@ -90,7 +90,7 @@ class Undo:
         storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
         if storage is None:
             flat = self._device.allocate(nbytes)
-            self._device.copy_in(host, flat).wait()
+            self._device.copy_in(host, flat, waits=True).wait()
             storage = flat.untyped_storage()
         parameter.grad = laid_out(layout, _flat(storage))
 
