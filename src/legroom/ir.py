@@ -96,7 +96,7 @@ class Gap:
     end: int  # tick
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Trace:
     storages: tuple[Storage, ...]
     ops: tuple[Op, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -75,12 +76,26 @@ class Plan:
         return self.predicted_seconds / bound - 1 if bound else None
 
 
+# Of traces that are there, by where they lie: a plan and its schedule are held against their trace time and again, and
+# a trace with the numbers of another size is a new one.
+_signatures: dict[int, tuple[weakref.ref[Trace], str]] = {}
+
+
 def signature(trace: Trace) -> str:
     """A short hash over what a plan depends on: storages, gaps, ticks and op lineage.
 
     Measured seconds, memory levels and names of places are left out, so that a second measurement of the same step, or
     a moved source line, keeps its plans.
     """
+    key = id(trace)
+    known = _signatures.get(key)
+    if known is None or known[0]() is not trace:
+        gone = weakref.ref(trace, lambda _: _signatures.pop(key, None))
+        known = _signatures[key] = gone, _signature(trace)
+    return known[1]
+
+
+def _signature(trace: Trace) -> str:
     facts = (
         trace.device,
         [(s.nbytes, s.kind, s.persistent, s.held, s.gaps, s.gap_version) for s in trace.storages],

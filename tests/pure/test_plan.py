@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import PlanError
-from legroom.plan import Keep, Plan, Recompute, Swap, check_fits, from_json, signature, to_json
+from legroom.plan import Keep, Plan, Recompute, Swap, _signatures, check_fits, from_json, signature, to_json
 from tests.pure.strategies import make_plan, make_trace, plans_for, traces
 
 
@@ -117,3 +117,16 @@ def test_a_plan_for_another_trace_is_refused() -> None:
         check_fits(other, plan)
     with pytest.raises(PlanError, match="decisions"):
         check_fits(trace, dataclasses.replace(plan, decisions=(*plan.decisions, Keep())))
+
+
+def test_what_a_trace_is_known_by_is_worked_out_once_and_goes_with_it() -> None:
+    trace = make_trace(0, forward=6)
+    other = dataclasses.replace(trace, storages=(*trace.storages, trace.storages[-1]))
+    known = signature(trace)
+    assert signature(other) != known
+    assert signature(dataclasses.replace(trace)) == known == signature(trace)
+    key = id(other)
+    assert signature(other) is signature(other)
+    assert key in _signatures
+    del other
+    assert key not in _signatures
