@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -110,7 +111,10 @@ def test_what_lasts_is_counted_anew_where_it_changes() -> None:
     loaded = optimizer.state_dict()
     loaded["state"] = {0: {name: value.double() for name, value in loaded["state"][0].items()}, 1: loaded["state"][1]}
     net.weight.data = net.weight.data.double()
+    old = [weakref.ref(value) for value in optimizer.state[net.weight].values()]
     optimizer.load_state_dict(loaded)  # as many tensors as before, and one of them is larger
+    del loaded["state"]
+    assert all(tensor() is None for tensor in old)
     state = [v for values in optimizer.state.values() for v in values.values()]
     assert lasting.nbytes() == sum(v.nbytes for v in state) > 2 * weights + 2 * 4
     optimizer.state.clear()

@@ -137,7 +137,9 @@ class Lasting:
 
     def __init__(self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
-        self._counted: tuple[object, int] = None, 0  # which state, and how many tensors and numbers were in it
+        # Which state was counted, how many tensors and numbers were in it, and one of the tensors. It is not to be kept
+        # alive: a program may load another.
+        self._counted: tuple[int, int, weakref.ref[torch.Tensor] | None] = 0, 0, None
         self._state_bytes = 0
 
     def nbytes(self) -> int:
@@ -153,13 +155,12 @@ class Lasting:
         if self._optimizer is None:
             return 0
         state = self._optimizer.state
-        before, count = self._counted
+        before, count, one = self._counted
         entries = sum(map(len, state.values()))
-        if state is not before or entries != count:
-            self._counted = state, entries
-            self._state_bytes = sum(
-                v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor)
-            )
+        if id(state) != before or entries != count or (one is not None and one() is None):
+            tensors = [v for values in state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+            self._counted = id(state), entries, weakref.ref(tensors[0]) if tensors else None
+            self._state_bytes = sum(tensor.nbytes for tensor in tensors)
         return self._state_bytes
 
 
