@@ -153,7 +153,7 @@ class Room:
         self._given = given
         self._device = device
         ledger, lasting = Ledger(device), Lasting(model, optimizer)
-        self._setting = Setting(ledger, device.name, model, optimizer, Counter(), set(), Habits(), lasting)
+        self._setting = Setting(ledger, device.name, model, optimizer, Counter(), set(), Habits(), lasting, set())
         self._device.set_cap(budget_bytes)
         self._watch = InputWatch(model) if model is not None and can_be_watched(model) else None
         folder = os.fspath(spill_dir) if spill_dir is not None else None
@@ -263,6 +263,10 @@ class Room:
         self._record_again()
 
     def _hear_of_checks(self, *, wait: bool) -> None:
+        if self._setting.doubted:
+            ops = sorted(self._setting.doubted)
+            self._setting.doubted.clear()
+            self._distrust(ops)
         while self._compared and (wait or self._compared[0].known()):
             check = self._compared.popleft()
             if not check.same():

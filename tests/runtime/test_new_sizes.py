@@ -6,6 +6,7 @@ that tensor is another one.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,9 @@ import legroom
 import legroom.room
 from legroom.errors import StepError
 from legroom.runtime.device import CpuDevice
+from legroom.runtime.lineage import Made, Node
+from legroom.runtime.replay import Action, play
+from legroom.runtime.residency import Entry
 from tests.runtime.test_budget import measured_peak
 from tests.runtime.test_cap import Capped
 from tests.runtime.test_following import assert_equal, half_way, recomputing
@@ -358,3 +362,78 @@ def test_what_is_left_alone_counts_as_served(monkeypatch: pytest.MonkeyPatch) ->
         followed = room.report().followed
     assert followed is not None
     assert [step.course for step in followed.steps][-3:] == ["left alone"] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["outside", "after a failure"])
+@pytest.mark.parametrize("answers_later", [False, True])
+def test_what_is_made_again_after_the_step_is_checked_too(
+    answers_later: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the real bytes are at hand they are used; where only their digest is, the backward pass is refused."""
+    monkeypatch.setattr(CpuDevice, "answers_later", answers_later)
+    odd = frozenset(range(LAYERS))
+    plain, plains = built(odd)
+    budget = budget_for()
+    net, optimizer = built(odd)
+    refused: list[str] = []
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in range(len(SIZES)):
+            if number < FIRST_ODD:
+                with room.step():
+                    usual(net, optimizer, number)
+            else:
+                with contextlib.suppress(KeyError), room.step():
+                    loss = net(batch(number)).square().mean()
+                    if fails:
+                        raise KeyError("of the program's")
+                try:
+                    loss.backward()
+                except StepError as error:
+                    refused.append(str(error))
+                    optimizer.zero_grad()
+                    net(batch(number)).square().mean().backward()  # outside: plainly
+                optimizer.step()
+                optimizer.zero_grad()
+            usual(plain, plains, number)
+            assert_equal([p.detach() for p in net.parameters()], [p.detach() for p in plain.parameters()])
+        report = room.report()
+    assert len(refused) == answers_later
+    assert all("found out after the step" in message for message in refused)
+    assert bool(report.distrusted) is answers_later  # from then on it is not replayed
+
+
+def test_a_checked_replay_does_not_find_its_answer_in_memory_that_was_freed() -> None:
+    """What it does not write is written over: the block may be the one that held the real bytes."""
+    made = Made(0, torch.ops.aten.empty.memory_format, ([3, 5],), {"dtype": torch.float32}, lambda *_: None)  # type: ignore[arg-type,return-value]
+    node = Node.unseen(made, 0)
+    again: list[Tensor] = []
+    for _ in range(3):
+        (tensor,) = play([Action(made, (0,), ())], (node,), checked=True)
+        assert tensor is not None
+        again.append(tensor)
+    assert all(set(tensor.view(torch.uint8).flatten().tolist()) == {0xA5} for tensor in again)
+
+
+def test_what_is_dropped_and_checked_is_no_longer_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sizes where nothing was proven yet; elsewhere it is left as it is."""
+    dropped: list[set[int]] = []
+    release = Entry.release
+
+    def looked_at(entry: Entry) -> None:
+        if entry.in_memory and entry.host is None:
+            dropped.append(set(entry.flat().tolist()))
+        release(entry)
+
+    monkeypatch.setattr(Entry, "release", looked_at)
+    budget = budget_for()
+    net, optimizer = built(frozenset())
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for number in (*range(len(SIZES)), FIRST_ODD):
+            dropped.clear()
+            with room.step():
+                usual(net, optimizer, number)
+            if number == FIRST_ODD and room._following is not None:
+                assert dropped
+                new = all(values == {0xA5} for values in dropped)
+                known = sum(values == {0xA5} for values in dropped) <= 1  # one is checked in every step
+                assert known if room._steps > len(SIZES) else new, dropped

@@ -9,25 +9,28 @@ was found wrong then has been used; it is counted, and a warning says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from legroom.errors import StepError
 from legroom.runtime.device import Device, Fingerprint, HostCopy
 from legroom.runtime.hashing import MOST_DUE
+from legroom.runtime.residency import Entry
 
 
 class Check:
     """The real bytes of one value, or their digest, from the drop to the replay."""
 
-    __slots__ = ("_after", "_before", "_device", "_due", "_funcs", "_wait", "host")
+    __slots__ = ("_after", "_before", "_device", "_digest", "_due", "_funcs", "_wait", "host")
 
     def __init__(self, device: Device, flat: torch.Tensor, *, wait: bool = False, due: bool = False) -> None:
         self._device = device
         self._due = due
         self._wait = wait or not device.answers_later
         self._before = device.fingerprint(flat.untyped_storage(), due=due)
+        self._digest: bytes | None = None
         self._after: Fingerprint | None = None
         self._funcs: Collection[Any] = ()
         self.host: HostCopy | None = None
@@ -56,7 +59,13 @@ class Check:
 
     def same(self) -> bool:
         assert self._after is not None
-        return self._before.value() == self._after.value()
+        return self.before() == self._after.value()
+
+    def before(self) -> bytes:
+        """What the real bytes were. Once asked for, it is known for good: others may take the place of the answer."""
+        if self._digest is None:
+            self._digest = self._before.value()
+        return self._digest
 
     def drop(self) -> None:
         if self.host is not None:
@@ -67,8 +76,9 @@ class Check:
 class Checks:
     """Those of one step."""
 
-    def __init__(self, device: Device, *, wait: bool, due: bool) -> None:
-        """wait: for each outcome, before a replay is used. due: they are heard before the optimizer runs."""
+    def __init__(self, device: Device, *, wait: bool, due: bool, doubted: set[str]) -> None:
+        """wait: for each outcome, before a replay is used. due: they are heard before the optimizer runs. doubted: for
+        ops whose replays gave other bits when the step was over."""
         self._device = device
         self._wait, self._due = wait, due
         self._left = MOST_DUE // 2  # that can still be heard together
@@ -76,6 +86,8 @@ class Checks:
         self.compared: list[Check] = []  # from the replay on; outcomes may not be known yet
         self.replayed: Counter[int] = Counter()  # how often the replay of each storage was compared, used, and a proof
         self.mismatch: list[str] = []  # the ops of replays that gave other bits
+        self._over = False  # the step
+        self._doubted = doubted
 
     def begin(self, storage: int, flat: torch.Tensor) -> bool:
         """Of what is to be dropped: its bytes. False where it was never proven at this size, and cannot be now."""
@@ -95,14 +107,27 @@ class Checks:
             return None
         real: HostCopy | None = None
         if check.compare(again, funcs):
-            self.mismatch += check.ops
+            self._note(check)
             real, check.host = check.host, None
+        elif self._over and not check.same():
+            del self._begun[storage]
+            self._note(check)
+            raise StepError(
+                f"recomputing {', '.join(check.ops)} gave other bits than the first run, found out after the step: "
+                "gradients of this backward pass must not be used. Run backward inside step(), or the step again: it "
+                "is kept or swapped from now on"
+            )
         else:
             self.compared.append(check)
             self.replayed[storage] += proves
         check.drop()
         del self._begun[storage]
         return real
+
+    def _note(self, wrong: Check) -> None:
+        self.mismatch += wrong.ops
+        if self._over:
+            self._doubted.update(wrong.ops)
 
     def hear(self) -> list[str]:
         """The ops of replays that gave other bits, of those that are due."""
@@ -113,11 +138,21 @@ class Checks:
         self.mismatch += wrong
         return wrong
 
-    def close(self) -> None:
-        """The real bytes of replays that never came, as after a step that failed, are given back."""
-        for check in self._begun.values():
+    def close(self, entry_of: Mapping[int, Entry]) -> None:
+        """The step is over, and nobody hears of outcomes any more. But its graph may live on, as after a step that
+        failed: what was dropped and never came back is had from its real bytes where they are at hand, and is held
+        against their digest before it is used where they are not."""
+        self._wait, self._due, self._over = True, False, True
+        for storage, check in list(self._begun.items()):
+            entry = entry_of.get(storage)
+            if entry is not None and entry.views and not entry.in_memory and entry.host is None:
+                if check.host is None:
+                    check.before()
+                    continue
+                entry.host, check.host = check.host, None
+                entry.ledger.unpin(entry)
             check.drop()
-        self._begun.clear()
+            del self._begun[storage]
 
 
 def refusal(ops: Sequence[str], *, optimizer_began: bool) -> str:

@@ -30,7 +30,7 @@ from legroom.runtime.lineage import Lineage, Node
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.plannedops import MOST_OPS, PlannedOps
 from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
-from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
+from legroom.runtime.replay import Action, NotAtHand, actions_for, overwrite, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, SwapOut
@@ -60,6 +60,7 @@ class Executor:
         trial: bool,
         known_at: KnownAt | None,
         fallbacks: Counter[str],
+        doubted: set[str],
         others: Callable[[], Sequence[Program]],
     ) -> None:
         """checks: storages whose replays are held against the real bytes; wait, due: see `Checks`. others: what to
@@ -86,7 +87,7 @@ class Executor:
         self._statistics = self.ops.statistics
         self.late: list[int] = []
         self._to_check = checks
-        self.checks = Checks(ledger.device, wait=wait, due=due)
+        self.checks = Checks(ledger.device, wait=wait, due=due, doubted=doubted)
         self._tick_of_optimizer: int | None = None  # when the first one began
         self._ran: list[Action] = []  # by the last replay
         self.refusal = ""  # where it failed before it was known that a replay had given other bits
@@ -337,7 +338,7 @@ class Executor:
         """However it ended. Its graph may live on, but takes up no other plan."""
         self._others = []
         self._spaced.clear()
-        self.checks.close()
+        self.checks.close(self.entries)
 
     def _learn_calls(self) -> None:
         if self.reactive is not None or self.switched:
@@ -445,9 +446,12 @@ class Executor:
         if frontier is None:
             self.fallbacks["swapped instead of recomputed"] += 1
             entry.start_saving()
-        elif entry.number in self._to_check and not self.checks.begin(entry.number, entry.flat()):
-            entry.start_saving()
-            frontier = None
+        elif entry.number in self._to_check:
+            if self.checks.begin(entry.number, entry.flat()):
+                overwrite(entry.flat())  # a replay may get the same block, and see there what it does not write
+            else:
+                entry.start_saving()
+                frontier = None
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
@@ -492,18 +496,20 @@ class Executor:
             if other.host is None and other.node is not None
         ]
         nodes = [other.node for other in others if other.node is not None]
-        for back, tensor in zip((entry, *others), self._replay(entry.node, nodes, tape), strict=True):
+        checked = any(back.number in self._to_check for back in (entry, *others))
+        made = self._replay(entry.node, nodes, tape, checked=checked)
+        for back, tensor in zip((entry, *others), made, strict=True):
             if tensor is not None:
                 self._came_back(back, tensor)
         self._ran = []
 
-    def _replay(self, target: Node, also: list[Node], tape: int) -> list[torch.Tensor | None]:
+    def _replay(self, target: Node, also: list[Node], tape: int, *, checked: bool) -> list[torch.Tensor | None]:
         tapes = self.program.tapes
         known = tapes.get(tape)
         actions = recall(known, self.ops.made, self.ops.first) if known is not None else None
         if actions is not None:
             try:
-                made = play(actions, (target, *also))
+                made = play(actions, (target, *also), checked=checked)
             except (NotAtHand, StepError):
                 if self._pressure is None:  # there, more may be away than in other steps
                     tapes[tape] = None
@@ -513,7 +519,7 @@ class Executor:
         actions = actions_for(target, also)
         if tape >= 0 and tape not in tapes:
             tapes[tape] = remember(actions, self.ops.first)
-        made = replay_by(actions, (target, *also))
+        made = replay_by(actions, (target, *also), checked=checked)
         self._ran = actions
         return made
 
@@ -524,9 +530,10 @@ class Executor:
             real = self.checks.end(entry.number, tensor, ran, proves=self._ran_as_planned())
         if real is not None:
             self.fallbacks[NOT_USED] += 1
+            # Into the memory of the replay: beside that there may be no room.
+            entry.adopt(tensor)
             entry.host = real
-            entry.start_loading()
-            entry.finish_loading()
+            self.ledger.device.copy_in(real, entry.flat(), waits=True).wait()
         else:
             entry.adopt(tensor)
         self.ledger.unpin(entry)

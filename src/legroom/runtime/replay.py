@@ -20,7 +20,16 @@ import torch
 
 from legroom.errors import StepError
 from legroom.runtime.fused import FOLLOWERS, Normalised, normalised
-from legroom.runtime.lineage import Argument, Blank, Made, Node, RandomState, Slot, copy_of_bytes
+from legroom.runtime.lineage import (
+    Argument,
+    Blank,
+    Made,
+    Node,
+    RandomState,
+    Slot,
+    copy_of_bytes,
+    is_uninitialised,
+)
 from legroom.runtime.residency import Layout, laid_out
 
 
@@ -41,6 +50,8 @@ class Tape:
 
 Held = torch.Tensor | Normalised  # a value of a replay
 
+_NOISE = 0xA5
+
 _GONE = "an activation was dropped and a value it is recomputed from is gone; this is a defect in legroom"
 
 
@@ -55,10 +66,10 @@ def replay(target: Node) -> torch.Tensor:
     return tensor
 
 
-def replay_by(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | None]:
+def replay_by(actions: list[Action], targets: Sequence[Node], *, checked: bool = False) -> list[torch.Tensor | None]:
     """The same for several; those after the first only where they are made on the way (None where they are not)."""
     try:
-        return play(actions, targets)
+        return play(actions, targets, checked=checked)
     except NotAtHand:
         raise StepError(_GONE) from None
 
@@ -111,8 +122,12 @@ def recall(tape: Tape, made: Mapping[int, ref[Made]], first: int) -> list[Action
     return actions
 
 
-def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | None]:
-    """Run them. Raises NotAtHand where the first target is not among what they make, or something is missing."""
+def play(actions: list[Action], targets: Sequence[Node], *, checked: bool = False) -> list[torch.Tensor | None]:
+    """Run them. Raises NotAtHand where the first target is not among what they make, or something is missing.
+
+    checked: the outcome is held against the real bytes. Memory that is asked for may be the very block that held them:
+    what nobody writes must not look right by that.
+    """
     at_hand: dict[Slot, Held] = {}
     grad = before = torch.is_grad_enabled()
     try:
@@ -122,6 +137,11 @@ def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | 
                     grad = action.made.grad
                     torch._C._set_grad_enabled(grad)
                 _run(action, at_hand)
+                if checked and is_uninitialised(action.made.func):
+                    for output in action.wanted:
+                        held = at_hand[action.made.order, output]
+                        assert isinstance(held, torch.Tensor)
+                        overwrite(held)
                 for slot in action.last:
                     at_hand.pop(slot, None)
     finally:
@@ -131,6 +151,11 @@ def play(actions: list[Action], targets: Sequence[Node]) -> list[torch.Tensor | 
     if made[0] is None:
         raise NotAtHand
     return made
+
+
+def overwrite(tensor: torch.Tensor) -> None:
+    """All bytes behind it, with some that mean nothing."""
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(_NOISE)
 
 
 def _written_out(slot: Slot | None, at_hand: dict[Slot, Held]) -> torch.Tensor | None:

@@ -45,6 +45,7 @@ class Setting:
     distrusted: set[str]  # names of ops whose replay gave other bits
     habits: Habits
     lasting: Lasting
+    doubted: set[str]  # the same, of replays after their step: not acted upon yet
 
     def kept(self) -> frozenset[int]:
         """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
@@ -79,6 +80,7 @@ class Setting:
             trial=trial,
             known_at=known_at,
             fallbacks=self.fallbacks,
+            doubted=self.doubted,
             others=others,
         )
 
