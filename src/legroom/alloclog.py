@@ -34,7 +34,7 @@ FREED = "legroom::freed "  # followed by bytes: something from before the log be
 MOVED = "legroom::moved "  # followed by bytes: something from before the log began was evicted
 
 
-# Tuples: a step of 10,000 ops has 100,000 of them, and frozen dataclasses take half as long again to make.
+# Tuples: a step of 10,000 ops has 100,000 of them, and frozen dataclasses take up to half as long again.
 class Allocation(NamedTuple):
     nbytes: int  # negative: a free
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -502,14 +502,14 @@ class Recorder:
             seen.gaps.append((entry.gap_start, end))
 
 
-def _by_storage(result: Any) -> dict[int, torch.Tensor]:
-    """An op's outputs, one of each storage."""
-    return {t.untyped_storage()._cdata: t for t in tensors_in(result)}
+def _by_storage(tensors: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """One tensor a storage, of those that are."""
+    return {t.untyped_storage()._cdata: t for t in tensors_in(tensors)}
 
 
 def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor a storage."""
-    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
+    return list(_by_storage(tensors).values())
 
 
 def _flats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ class Setting:
     distrusted: set[str]  # names of ops whose replay gave other bits
     habits: Habits
     lasting: Lasting
-    doubted: set[str]  # the same, of replays after their step: not acted upon yet
+    doubted: set[str]  # ops to be distrusted from the next step on: a replay after the end of a step gave other bits
 
     def kept(self) -> frozenset[int]:
         """Storages of parameters and buffers, which come through the hooks too and are not ours to move."""
