@@ -23,7 +23,7 @@ from legroom.alloclog import Log, SampledLog
 from legroom.arrange import UNBOUNDED, Piece
 from legroom.errors import DeviceError
 from legroom.runtime.device import Copy, FileCopy, Fingerprint, FutureCopy, HostCopy
-from legroom.runtime.hashing import DeviceFingerprint, DueFingerprint, hash_bytes, prepare_digests
+from legroom.runtime.hashing import DeviceFingerprint, DueFingerprint, hash_bytes, make_current, prepare_digests
 from legroom.runtime.pinned import Buffer, PinnedPool, StagedFile, pages
 from legroom.runtime.spill import CLOSED, SpillFile
 from legroom.units import format_bytes
@@ -94,13 +94,6 @@ class _EventStamp:
 def _streams(index: int) -> tuple[torch.cuda.Stream, ...]:
     """Out, in, and the same for the file. Made once for the process: streams are scarce and never given back."""
     return tuple(torch.cuda.Stream(index) for _ in range(4))
-
-
-def _make_current(stream: torch.cuda.Stream) -> None:
-    """As torch.cuda.set_stream, which passes it on twice."""
-    torch._C._cuda_setStream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
 
 
 def _allocator_settings(text: str) -> None:
@@ -246,11 +239,11 @@ class CudaDevice:
     def _copy(self, stream: torch.cuda.Stream, to: torch.Tensor, source: torch.Tensor, buffer: Buffer) -> None:
         compute = self._after_compute(stream)
         buffer.event.wait(stream)  # the copy before this one, here or of the tensor that had the buffer before
-        _make_current(stream)
+        make_current(stream)
         try:
             to.copy_(source, non_blocking=True)
         finally:
-            _make_current(compute)
+            make_current(compute)
         buffer.event.record(stream)
 
     def _copy_to_file(self, bytes_: torch.Tensor) -> tuple[HostCopy, Copy]:

@@ -36,6 +36,13 @@ def hash_bytes(storage: torch.UntypedStorage) -> bytes:
     return struct.pack("<qqq", *sums.tolist(), storage.nbytes())
 
 
+def make_current(stream: torch.cuda.Stream) -> None:
+    """As torch.cuda.set_stream, which passes it on twice."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 class DeviceFingerprint:
     """The same digest without waiting for the device, which does not wait for it either.
 
@@ -51,11 +58,16 @@ class DeviceFingerprint:
         _add_hash(storage, sums)
         self._nbytes = storage.nbytes()
         self._words = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        reader.stream.wait_stream(torch.cuda.current_stream(storage.device))
-        with torch.cuda.stream(reader.stream):
+        compute, stream = torch.cuda.current_stream(storage.device), reader.stream
+        reader.added.record(compute)
+        reader.added.wait(stream)
+        make_current(stream)
+        try:
             self._words.copy_(sums, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        finally:
+            make_current(compute)
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
 
     def arrived(self) -> bool:
         return self._event.query()
@@ -99,6 +111,11 @@ class _Reader:
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._slots.device)
+
+    @functools.cached_property
+    def added(self) -> torch.cuda.Event:
+        """One is enough: a stream that waits for an event waits for what was recorded by then."""
+        return torch.cuda.Event()
 
     def next_turn(self) -> tuple[int, torch.Tensor]:
         turn = self._turn
