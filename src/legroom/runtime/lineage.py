@@ -224,7 +224,8 @@ class Node:
             entry = node.entry
             if entry is not None and entry.node is node and node is not self:
                 entries[id(entry)] = entry
-                if entry.in_memory or entry.host is not None:
+                # What was dropped before holds on to what itself is made from: only chains of what is new are walked.
+                if entry.key or entry.host is not None or id(entry) in entry.ledger.pinned:
                     continue
             elif node.tensor is not None:
                 node.relied = True
