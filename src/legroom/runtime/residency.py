@@ -206,7 +206,9 @@ class Entry:
         if len(views) > 1:
             views.remove(view)
         elif not self.pins:
-            self._hand_back(view.tensor)
+            node = self.node
+            if node is not None and node.relied:
+                self._hand_back(view.tensor)
             views.clear()
             self.die()
         else:
@@ -263,7 +265,10 @@ class Entry:
         node, self.node = self.node, None
         if node is not None:
             self.ledger.unpin(self)
-        self.ledger.died(self, in_memory)
+        ledger = self.ledger
+        ledger.entries -= 1
+        if ledger.on_death is not None:
+            ledger.on_death(self, in_memory)
 
     def _settle(self) -> None:
         """A thread may still work on these bytes: wait, and let its error be; nobody wants them any more."""
@@ -368,11 +373,6 @@ class Ledger:
                     needed.expire()
                 elif needed.settled:
                     needed.settle()
-
-    def died(self, entry: Entry, in_memory: bool) -> None:
-        self.entries -= 1
-        if self.on_death is not None:
-            self.on_death(entry, in_memory)
 
 
 def saved_elsewhere(tensor: Any) -> bool:
