@@ -140,6 +140,69 @@ def _all_alike(values: Iterable[Any], forms: Iterable[Any], found: list[torch.Te
     return True
 
 
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # None: PyTorch has it no longer
+
+
+def _may_change(value: Any) -> bool:
+    """Whether the same object may be another argument the next time."""
+    return type(value) is list or (type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value))
+
+
+_MOST_GUARDS = 4  # of one call: where they are in force again and again, something changes that is not compared
+
+
+class Likeness:
+    """The comparison of arguments with their forms by one call of PyTorch's own, made from arguments that passed.
+
+    It says yes to less: constants must be the very objects. What it does not pass is compared one by one. Caches are
+    all alike, so that the calls that hold them can be compared.
+    """
+
+    __slots__ = ("_check", "_constants", "_made", "_offsets", "_places")
+
+    def __init__(self) -> None:
+        self._check: Callable[..., bool] | None = None
+        self._made = 0
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Likeness
+
+    def __hash__(self) -> int:
+        return 0
+
+    def tensors(self, values: Sequence[Any]) -> list[torch.Tensor] | None:
+        """Those among the arguments; None where they have to be compared one by one."""
+        check = self._check
+        if check is None:
+            return None
+        for place, constant in self._constants:
+            if values[place] is not constant:
+                return None
+        found = [values[place] for place in self._places]
+        if not check(*found):
+            return None
+        for tensor, offset in zip(found, self._offsets, strict=True):
+            if tensor.storage_offset() != offset:
+                return None
+        return found
+
+    def learn(self, values: Sequence[Any]) -> None:
+        """From arguments that have the forms."""
+        if _Guards is None or self._made >= _MOST_GUARDS:
+            return
+        self._made += 1
+        places = [place for place, value in enumerate(values) if type(value) in _PLAIN]
+        if not places or any(_may_change(value) for value in values):
+            self._made = _MOST_GUARDS
+            return
+        found = [values[place] for place in places]
+        sizes, strides = [list(tensor.size()) for tensor in found], [list(tensor.stride()) for tensor in found]
+        self._places = places
+        self._constants = [(at, value) for at, value in enumerate(values) if at not in places]
+        self._offsets = [tensor.storage_offset() for tensor in found]
+        self._check = _Guards(*found, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 def _shared(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     first: dict[int, int] = {}
     return tuple(first.setdefault(t.untyped_storage()._cdata, position) for position, t in enumerate(tensors))
@@ -186,20 +249,25 @@ class KnownCall(NamedTuple):
     needs: frozenset[int]  # those whose hooks must run in the call, for ops read them and have them from nowhere else
     casts_weights: bool  # and may be handed a copy that autocast has made of them before
     switches: tuple[Any, ...] | None  # of attention; None: there is none
+    on_cpu: bool  # whether one of its tensors is
+    likeness: Likeness
 
     def tensors(self, args: Any, kwargs: Any, device_type: str) -> list[torch.Tensor] | None:
         """The tensors that the call is given; None where it is not sure to run the same ops."""
         if len(args) != len(self.args) or torch._C._len_torch_dispatch_stack():
             return None
-        if kwargs.keys() != self.kwargs.keys() or _surroundings(device_type) != self.surroundings:
+        named = self.kwargs
+        if kwargs.keys() != named.keys() or _surroundings(device_type) != self.surroundings:
             return None
         if self.switches is not None and _switches() != self.switches:
             return None
-        found: list[torch.Tensor] = []
-        if not _all_alike(args, self.args, found):
-            return None
-        if kwargs and not _all_alike([kwargs[name] for name in self.kwargs], self.kwargs.values(), found):
-            return None
+        values = (*args, *[kwargs[name] for name in named]) if named else args
+        found = self.likeness.tensors(values)
+        if found is None:
+            found = []
+            if not _all_alike(values, (*self.args, *named.values()), found):
+                return None
+            self.likeness.learn(values)
         # Those that shared none may share one: then they are one value, found by its storage.
         return found if not self.shared or _shared(found) == self.shared else None
 
@@ -225,14 +293,19 @@ class Recording:
         self._known, self._tensors, self._told = known, tensors, told
         self._lineage, self._entries, self._first, self._saved_as = lineage, entries, first, saved_as
         self._given: dict[int, Node] = {}
+        node_of = lineage.node_of
         for position in known.read:
             tensor = tensors[position]
-            self._given[position] = lineage.node_of(tensor, tensor.untyped_storage()._cdata)
+            self._given[position] = node_of(tensor, tensor.untyped_storage()._cdata)
         if known.written >= 0:
             lineage.before_write((tensors[known.written],))
         if known.moved:
             lineage.before_write([tensors[position] for position in known.moved])
-        self._rng = RandomState(None) if known.seeded else None
+        self._rng: RandomState | None = None
+        if known.seeded:
+            # What is known to follow from its arguments draws from the generator of their device.
+            self._rng = RandomState(None) if known.on_cpu else RandomState.of_device(tensors[0].device)
+        self._threads = torch.get_num_threads() if known.on_cpu else None
         self._values: dict[tuple[int, int], Node] = {}
         self.made: list[Made] = []
 
@@ -290,36 +363,22 @@ class Recording:
 
     def _make(self, count: int) -> bool:
         """So many of the ops. Not where something that one reads is not there: then what they made is lost."""
-        made = self.made
-        while len(made) < count:
-            inner = self._known.ops[len(made)]
-            args = list(inner.args)
+        made, known, given, entries = self.made, self._known, self._given, self._entries
+        grad = known.surroundings[0]  # not that of this moment: hooks run without
+        for inner in known.ops[len(made) : count]:
             inputs: list[Node] = []
-            for at, within, origin, layout in inner.places:
-                if origin.position >= 0:
-                    node = self._given[origin.position]
-                elif origin.op >= 0:
-                    node = self._value(origin.op, origin.output)
+            for _, _, (position, op, saved, output), _ in inner.places:
+                if position >= 0:
+                    inputs.append(given[position])
+                elif op >= 0:
+                    inputs.append(self._value(op, output))
                 else:
-                    entry = self._entries.get(origin.saved)
+                    entry = entries.get(saved)
                     if entry is None or not entry.views or not entry.in_memory:
                         return False
-                    node = self._lineage.node_of(entry.a_tensor(), entry.key)
-                inputs.append(node)
-                if within < 0:
-                    args[at] = Argument(node, layout)
-                else:
-                    if type(args[at]) is tuple:
-                        args[at] = list(args[at])
-                    args[at][within] = Argument(node, layout)
-            number = self._first + inner.number
-            form, written = inner.form, inner.written
-            # Not the grad mode of this moment: hooks run without.
-            grad = self._known.surroundings[0]
-            again = Made.again(
-                number, inner.func, args, inner.kwargs, inputs, form, written, self._rng, grad=grad, told=self._told
-            )
-            made.append(again)
+                    inputs.append(self._lineage.node_of(entry.a_tensor(), entry.key))
+            order = self._first + inner.number
+            made.append(Made.again(order, inner, inputs, self._rng, self._threads, grad=grad, told=self._told))
         return True
 
 
@@ -363,6 +422,7 @@ class Witness:
         self._shared = _shared(given)
         self._positions = {tensor.untyped_storage()._cdata: at for tensor, at in zip(given, self._shared, strict=True)}
         self._weights = {at for at, tensor in enumerate(given) if tensor.requires_grad and tensor.is_leaf}
+        self._on_cpu = not given or any(tensor.is_cpu for tensor in given)
         self._casts_weights = False
         self._attention: tuple[Any, ...] | None = None
 
@@ -434,6 +494,8 @@ class Witness:
             needs=frozenset(o.saved for op in known for _, _, o, _ in op.places if o.saved >= 0),
             casts_weights=self._casts_weights,
             switches=self._attention,
+            on_cpu=self._on_cpu,
+            likeness=Likeness(),
         )
 
     def _inner(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from legroom.runtime.knowncalls import Inner, KnownCall
+from legroom.runtime.knowncalls import Inner, KnownCall, Likeness
 from legroom.runtime.lineage import Blank
 
 Sizes = tuple[int, ...]
@@ -230,7 +230,8 @@ class LiftedCall:
         first = self._first
         ops = [_op_at(op, parts, teller) for op, parts in zip(first.ops, self._ops, strict=True)]
         kwargs = dict(zip(first.kwargs, teller.value(self._kwargs), strict=True))
-        return first._replace(args=teller.value(self._args), kwargs=kwargs, ops=tuple(ops))
+        args = teller.value(self._args)
+        return first._replace(args=args, kwargs=kwargs, ops=tuple(ops), likeness=Likeness())
 
 
 def _op_at(op: Inner, parts: Sequence[_Part], teller: _Teller) -> Inner:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C import _DisableTorchDispatch as no_dispatch
@@ -309,6 +309,27 @@ def _form(func: Any) -> Form:
     )
 
 
+class Pattern(Protocol):
+    """An op that is known by what was given to the call it runs in."""
+
+    @property
+    def func(self) -> Any: ...
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """With None in place of tensors."""
+
+    @property
+    def places(self) -> tuple[tuple[int, int, Any, Layout], ...]:
+        """Of each tensor: the argument, the place in it if it is a list, where it is from, how it lies."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+    @property
+    def form(self) -> Form: ...
+    @property
+    def written(self) -> Sequence[int]: ...
+
+
 class Made:
     """One recorded op, with all that is needed to run it again."""
 
@@ -322,6 +343,7 @@ class Made:
         "keys",
         "kwargs",
         "order",
+        "pattern",
         "rng",
         "statistics",
         "threads",
@@ -339,6 +361,8 @@ class Made:
     ) -> None:
         self.order = order
         self.func = func
+        self.pattern: Pattern | None = None
+        self.args: list[Any]
         self.inputs: list[Node] = []
         self.keys: list[int] = []  # the storages of its arguments, until its outputs are known
         self.form = form = form_of(func)
@@ -368,27 +392,39 @@ class Made:
     def again(
         cls,
         order: int,
-        func: Any,
-        args: list[Any],
-        kwargs: dict[str, Any],
+        pattern: Pattern,
         inputs: list[Node],
-        form: Form,
-        written: Sequence[int],
         rng: RandomState | None,
+        threads: int | None,
         *,
         grad: bool,
         told: bool,
     ) -> Made:
-        """An op that was not looked at, of which all this is known."""
+        """An op that was not looked at, of which all this is known. inputs: one for each place of the pattern."""
         made = cls.__new__(cls)
-        made.order, made.func, made.args, made.kwargs = order, func, args, kwargs
-        made.inputs, made.keys, made.form, made.written = inputs, [], form, written
-        made.grad = grad
-        made.told = told
+        made.order, made.func, made.kwargs, made.inputs = order, pattern.func, pattern.kwargs, inputs
+        made.pattern = pattern
+        made.form = form = pattern.form
+        made.written = pattern.written
+        made.grad, made.told = grad, told
         made.statistics = None
         made.rng = rng if form.seeded else None
-        made.threads = torch.get_num_threads() if not inputs or any(node.on_cpu for node in inputs) else None
+        made.threads = threads
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Arguments of what was not looked at are put together when somebody asks: most replays do without."""
+        if name != "args" or self.pattern is None:
+            raise AttributeError(name)
+        self.args = args = list(self.pattern.args)
+        for (at, within, _, layout), node in zip(self.pattern.places, self.inputs, strict=True):
+            if within < 0:
+                args[at] = Argument(node, layout)
+            else:
+                if type(args[at]) is tuple:
+                    args[at] = list(args[at])
+                args[at][within] = Argument(node, layout)
+        return args
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default
@@ -409,6 +445,15 @@ class RandomState:
         if generator is None and torch.cuda.is_initialized():
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._clones = [g.clone_state() for g in self._generators]
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> RandomState:
+        """Of what draws from no other generator than that of a GPU."""
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
+        state = cls.__new__(cls)
+        state._generators, state._clones = [generator], [generator.clone_state()]
+        return state
 
     def restore(self) -> None:
         with no_dispatch():

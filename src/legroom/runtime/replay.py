@@ -118,7 +118,7 @@ def recall(tape: Tape, made: Mapping[int, ref[Made]], first: int) -> list[Action
         op = found() if found is not None else None
         if op is None:
             return None
-        actions.append(Action(op, wanted, tuple((order + first, output) for order, output in last)))
+        actions.append(Action(op, wanted, tuple([(order + first, output) for order, output in last]) if last else ()))
     return actions
 
 
@@ -198,31 +198,47 @@ def _run(action: Action, at_hand: dict[Slot, Held]) -> None:
     made = action.made
     if (made.statistics is not None or made.func in FOLLOWERS) and _run_short(action, at_hand):
         return
-    held: Held | None = None
-    value: Any = None
     replaced = _to_write(action, at_hand) if made.written else None
-    args: list[Any] = []
-    for value in made.args:  # the common way through `_value` is written out
-        if type(value) is Argument and replaced is None:
-            node = value.node
-            held = at_hand.get(node.slot) if node.slot is not None else None
-            if held is None:
-                held = node.bytes_at_hand()
-                if held is None:
-                    raise NotAtHand
-            elif type(held) is Normalised:
-                held = _written_out(node.slot, at_hand)
-            args.append(_laid_out(value.layout, held))  # type: ignore[arg-type]
-        else:
-            args.append(_value(value, replaced, at_hand) if type(value) in _WITH_TENSORS else value)
-    kwargs = {name: _value(a, replaced, at_hand) for name, a in made.kwargs.items()} if made.kwargs else {}
+    if replaced is None:
+        args = _arguments(made, at_hand)
+        if made.form.has_statistics:
+            args = [_value(argument, None, at_hand) if type(argument) is Blank else argument for argument in args]
+    else:
+        args = [_value(argument, replaced, at_hand) for argument in made.args]
+    kwargs = made.kwargs
+    if kwargs and made.pattern is None:  # else there are no tensors in it
+        kwargs = {name: _value(a, replaced, at_hand) for name, a in kwargs.items()}
     written = [args[i] for i in made.written if i < len(args)] if made.written else ()
     stateless = made.rng is None and made.threads is None
     result = made.func(*args, **kwargs) if stateless else _run_in_state(made, args, kwargs)
-    del args, kwargs, held, value
+    del args, kwargs
     results = result if isinstance(result, (list, tuple)) else (result,)
     for output in action.wanted:
         at_hand[made.order, output] = written[-1 - output] if output < 0 else results[output]
+
+
+def _arguments(made: Made, at_hand: dict[Slot, Held]) -> list[Any]:
+    """Of an op that writes none of them; statistics whose bytes do not matter are left as they are."""
+    pattern = made.pattern
+    if pattern is None:
+        return [_value(value, None, at_hand) if type(value) in _WITH_TENSORS else value for value in made.args]
+    args = list(pattern.args)
+    for (at, within, _, layout), node in zip(pattern.places, made.inputs, strict=True):
+        held = at_hand.get(node.slot) if node.slot is not None else None
+        if held is None:
+            held = node.bytes_at_hand()
+            if held is None:
+                raise NotAtHand
+        elif type(held) is Normalised:
+            held = _written_out(node.slot, at_hand)
+        tensor = _laid_out(layout, held)  # type: ignore[arg-type]
+        if within < 0:
+            args[at] = tensor
+        else:
+            if type(args[at]) is tuple:
+                args[at] = list(args[at])
+            args[at][within] = tensor
+    return args
 
 
 def _run_short(action: Action, at_hand: dict[Slot, Held]) -> bool:
@@ -233,18 +249,19 @@ def _run_short(action: Action, at_hand: dict[Slot, Held]) -> bool:
             return False
         if not made.statistics.unchanged():
             return False
-        tensors = [_value(value, None, at_hand) if type(value) is Argument else value for value in made.args]
-        value = normalised(made.func, tensors, made.statistics.mean, made.statistics.scale)
+        value = normalised(made.func, _arguments(made, at_hand), made.statistics.mean, made.statistics.scale)
         if value is None:
             return False
         at_hand[made.order, 0] = value
         return True
-    argument = made.args[0]
-    if type(argument) is not Argument or len(action.wanted) != 1:
+    if len(action.wanted) != 1:
         return False
-    node = argument.node
+    node = made.inputs[0]  # it has no other
     held = at_hand.get(node.slot) if node.slot is not None else None
-    if type(held) is not Normalised or not _lies_as(argument.layout, held.source):
+    if type(held) is not Normalised:
+        return False
+    layout = made.pattern.places[0][3] if made.pattern is not None else made.args[0].layout
+    if not _lies_as(layout, held.source):
         return False
     if made.written and node.slot not in action.last:
         return False  # it is read again as it was
@@ -278,7 +295,7 @@ def _to_write(action: Action, at_hand: dict[Slot, Held]) -> dict[int, torch.Tens
     return replaced
 
 
-_WITH_TENSORS = frozenset({Argument, Blank, list})
+_WITH_TENSORS = frozenset({Argument, list})
 
 
 def _value(argument: Any, replaced: dict[int, torch.Tensor] | None, at_hand: dict[Slot, Held]) -> Any:
