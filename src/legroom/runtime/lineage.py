@@ -460,12 +460,28 @@ class RandomState:
             for generator, clone in zip(self._generators, self._clones, strict=True):
                 generator.set_state(clone.get_state())
 
-    def now(self) -> RandomState:
-        """The state of the same generators at this moment."""
-        state = RandomState.__new__(RandomState)
-        state._generators = self._generators
-        state._clones = [g.clone_state() for g in self._generators]
-        return state
+    def enter(self) -> list[torch.Generator]:
+        """Until `leave`, to which the answer goes: the generators in this state. It may be entered again."""
+        before: list[torch.Generator] = []
+        with no_dispatch():
+            for generator, clone in zip(self._generators, self._clones, strict=True):
+                if generator.device.type == "cuda":
+                    # By reference: copied, a state takes five times as long, and a graph that was captured would go on
+                    # with one that is no more in use.
+                    before.append(generator.graphsafe_get_state())
+                    generator.graphsafe_set_state(clone.clone_state())
+                else:
+                    before.append(generator.clone_state())
+                    generator.set_state(clone.get_state())
+        return before
+
+    def leave(self, before: list[torch.Generator]) -> None:
+        with no_dispatch():
+            for generator, state in zip(self._generators, before, strict=True):
+                if generator.device.type == "cuda":
+                    generator.graphsafe_set_state(state)
+                else:
+                    generator.set_state(state.get_state())
 
 
 class Lineage:

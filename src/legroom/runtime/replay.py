@@ -25,7 +25,6 @@ from legroom.runtime.lineage import (
     Blank,
     Made,
     Node,
-    RandomState,
     Slot,
     copy_of_bytes,
     is_uninitialised,
@@ -336,10 +335,8 @@ def _written_nodes(made: Made) -> list[Node]:
 def _run_in_state(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """With the thread count and the generators of the first run, and no trace of it left in them."""
     threads = torch.get_num_threads()
-    before: RandomState | None = None
-    if made.rng is not None:
-        before = made.rng.now()
-        made.rng.restore()
+    rng = made.rng
+    before = rng.enter() if rng is not None else None
     if made.threads is not None and threads != made.threads:
         torch.set_num_threads(made.threads)
     try:
@@ -347,8 +344,8 @@ def _run_in_state(made: Made, args: list[Any], kwargs: dict[str, Any]) -> Any:
     finally:
         if made.threads is not None and threads != made.threads:
             torch.set_num_threads(threads)
-        if before is not None:
-            before.restore()
+        if rng is not None and before is not None:
+            rng.leave(before)
 
 
 def _autocast_keys() -> Any:
