@@ -52,7 +52,7 @@ from torch.nn import functional as F
 import legroom
 from bench import budget, tables
 from bench.arguments import positive
-from bench.children import OVER, append_row, run_child
+from bench.children import OVER, append_row, out_of_time, run_child
 from bench.meters import Meter, at_share, meter_for, rounded_up
 from bench.peers import PEERS
 from bench.rows import Results, Row, read, write
@@ -505,10 +505,16 @@ def _verdicts(name: str, rows: Mapping[str, Row]) -> Iterator[Verdict]:
         yield Verdict(name, "never above the cap", met, ", ".join(bad) or f"{len(counted)} budgets")
 
 
+def _did_not_run(name: str, claim: str, row: Row) -> Verdict:
+    if out_of_time(row):
+        return Verdict(name, claim, None, OVER)
+    return Verdict(name, claim, False, f"{row.status}: {row.detail[:80]}")
+
+
 def _above(name: str, row: Row, plain: Row) -> Verdict:
     claim = f"above the plain peak at most {ABOVE_FACTOR} × plain"
     if not row.ok:
-        return Verdict(name, claim, False, f"{row.status}: {row.detail[:80]}")
+        return _did_not_run(name, claim, row)
     factor = row.mean_ms / plain.mean_ms
     return Verdict(name, claim, factor <= ABOVE_FACTOR, f"{row.mean_ms:.1f} / {plain.mean_ms:.1f} ms = {factor:.3f}")
 
@@ -518,7 +524,7 @@ def _faster(name: str, share: str, row: Row, peer: str, other: Row | None) -> Ve
     if other is None or other.status not in ("ok", "oom", "budget"):
         return Verdict(name, claim, None, "not measured" if other is None else other.status)
     if not row.ok:
-        return Verdict(name, claim, False, f"{row.status}: {row.detail[:80]}")
+        return _did_not_run(name, claim, row)
     if not other.ok:
         return Verdict(name, claim, True, f"{row.mean_ms:.1f} ms, {peer} does not run there ({other.status})")
     factor = other.mean_ms / row.mean_ms
@@ -530,7 +536,7 @@ def _avoided(name: str, share: str, row: Row, static: Row | None, plain: Row, ne
     if static is None or not static.ok or needed is None or share not in _prices(needed):
         return Verdict(name, claim, None, "not measured")
     if not row.ok:
-        return Verdict(name, claim, False, f"{row.status}: {row.detail[:80]}")
+        return _did_not_run(name, claim, row)
     least_ms = plain.mean_ms + _prices(needed)[share]
     avoidable_ms = static.mean_ms - least_ms
     figures = (

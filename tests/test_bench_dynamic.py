@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench import dynamic, lengths
+from bench.children import OVER
 from bench.meters import CpuMeter
 from bench.rows import Results, Row, read, write
 from legroom.errors import BudgetError
@@ -222,6 +223,16 @@ def test_a_peer_that_does_not_run_is_slower_and_one_that_was_not_asked_is_not() 
     assert words(Row("bert", "sublinear@50%", "budget")) == ["met"]
     assert words(Row("bert", "sublinear@50%", "error")) == ["not measured"]
     assert words(None) == ["not measured"]
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "word"),
+    [("timeout", OVER, "not measured"), ("timeout", "took longer than 200 s", "missed"), ("oom", "at 50%", "missed")],
+)
+def test_what_there_was_no_time_to_measure_is_not_missed(status: str, detail: str, word: str) -> None:
+    rows = [r for r in RANDOM_LENGTHS if r.contender != "legroom@50%"]
+    found = dynamic.verdicts(Results((RUN,), (*rows, Row("bert", "legroom@50%", status, detail))))
+    assert [v.word for v in found if "50%" in v.claim] == [word] * 3
 
 
 def test_each_run_is_judged_by_itself(tmp_path: Path) -> None:
