@@ -20,23 +20,22 @@ from torch._C import _DisableTorchDispatch as no_dispatch
 from legroom.alloclog import TICK, mark, unnoticed
 from legroom.arrange import Spacer
 from legroom.errors import StepError
+from legroom.runtime.again import Again
 from legroom.runtime.calls import Gate, Learner, counting_here
 from legroom.runtime.census import Census
 from legroom.runtime.checking import Checks, refusal
-from legroom.runtime.device import HostCopy
 from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.knownsizes import KnownAt
-from legroom.runtime.lineage import Lineage, Node
+from legroom.runtime.lineage import Lineage
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.plannedops import MOST_OPS, PlannedOps
-from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks, also_of
-from legroom.runtime.replay import Action, NotAtHand, actions_for, overwrite, play, recall, remember, replay_by
+from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks
+from legroom.runtime.replay import overwrite
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, SwapOut
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-NOT_USED = "a replay gave other bits and was not used"
 
 
 def _nothing_known(_: int) -> None:
@@ -89,7 +88,6 @@ class Executor:
         self._to_check = checks
         self.checks = Checks(ledger.device, wait=wait, due=due, doubted=doubted)
         self._tick_of_optimizer: int | None = None  # when the first one began
-        self._ran: list[Action] = []  # by the last replay
         self.refusal = ""  # where it failed before it was known that a replay had given other bits
         self.measured = measured
         self.census: Census | None = None  # there in measured steps: frees of what the log does not know go into it
@@ -104,12 +102,20 @@ class Executor:
         self._follow(program.all_ticks)
         self._is_here = operator.attrgetter(f"is_{device_type}")
         self._nodes = self.lineage.nodes
-        self._storages = len(program.trace.storages)
         self._calls: Gate | Learner | None = None
-        self._told_ops = known_at.told_ops if known_at is not None and checks else frozenset()
         self._in_backward = False
         self.at_backward: Callable[[], None] | None = None  # called when it begins
         self._pressure = program.pressure if trial else None
+        self._again = Again(
+            program,
+            self.ops,
+            self.checks,
+            ledger.device,
+            fallbacks,
+            to_check=checks,
+            told_ops=known_at.told_ops if known_at is not None and checks else frozenset(),
+            keeps_tapes=self._pressure is None,
+        )
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
         self._busy = self._watchful = measured or self._pressure is not None
         ledger.on_death = None
@@ -412,7 +418,7 @@ class Executor:
                 entry.finish_loading()
             case Replay():
                 if not entry.in_memory:
-                    tape = instruction.tick * self._storages + entry.number if not self.switched else -1
+                    tape = self._again.tape(instruction.tick, entry.number) if not self.switched else -1
                     self._bring_back(entry, instruction.also, tape=tape)
             case Settle():
                 if entry.in_memory:
@@ -496,58 +502,7 @@ class Executor:
             if (other := self.entries.get(number)) is not None and other.views and not other.in_memory
             if other.host is None and other.node is not None
         ]
-        nodes = [other.node for other in others if other.node is not None]
-        checked = any(back.number in self._to_check for back in (entry, *others))
-        made = self._replay(entry.node, nodes, tape, checked=checked)
-        for back, tensor in zip((entry, *others), made, strict=True):
-            if tensor is not None:
-                self._came_back(back, tensor)
-        self._ran = []
-
-    def _replay(self, target: Node, also: list[Node], tape: int, *, checked: bool) -> list[torch.Tensor | None]:
-        tapes = self.program.tapes
-        known = tapes.get(tape)
-        actions = recall(known, self.ops.made, self.ops.first) if known is not None else None
-        if actions is not None:
-            try:
-                made = play(actions, (target, *also), checked=checked)
-            except (NotAtHand, StepError):
-                if self._pressure is None:  # there, more may be away than in other steps
-                    tapes[tape] = None
-            else:
-                self._ran = actions
-                return made
-        actions = actions_for(target, also)
-        if tape >= 0 and tape not in tapes:
-            tapes[tape] = remember(actions, self.ops.first)
-        made = replay_by(actions, (target, *also), checked=checked)
-        self._ran = actions
-        return made
-
-    def _came_back(self, entry: Entry, tensor: torch.Tensor) -> None:
-        real: HostCopy | None = None
-        if entry.number in self._to_check:
-            ran = {action.made.func for action in self._ran}
-            real = self.checks.end(entry.number, tensor, ran, proves=self._ran_as_planned())
-        if real is not None:
-            self.fallbacks[NOT_USED] += 1
-            # Into the memory of the replay: beside that there may be no room.
-            entry.adopt(tensor)
-            entry.host = real
-            self.ledger.device.copy_in(real, entry.flat(), waits=True).wait()
-        else:
-            entry.adopt(tensor)
-        self.ledger.unpin(entry)
-        self._settle(entry)
-
-    def _ran_as_planned(self) -> bool:
-        """Whether normalisations of the last replay that are to be short were, and ops that are to be told from other
-        sizes: what was compared is what is proven."""
-        short, told = self.program.statistics, self._told_ops
-        ran = [(action.made, action.made.order - self.ops.first) for action in self._ran]
-        return all(
-            (made.statistics is not None or op not in short) and (made.told or op not in told) for made, op in ran
-        )
+        self._again.make(entry, others, tape, settle=self._settle)
 
     def _hear_what_is_due(self) -> None:
         """Of replays that were never proven at this size: before what they led to is used."""
@@ -642,19 +597,12 @@ class Executor:
 
     def _away(self, program: Program, tick: int) -> list[int] | None:
         """What another plan has moved out by now; None where it does not go together with what was done so far."""
-        at, expected = program.all_ticks.at, program.all_ticks.expected
+        expected = program.all_ticks.expected
         if len(expected) <= tick or any(a[:2] != b[:2] for a, b in zip(self._expected[:tick], expected, strict=False)):
             return None
         alive = [(number, entry) for number, entry in self.entries.items() if entry.views]
         dropped = {number for number, entry in alive if not entry.in_memory and entry.host is None}
-        away: dict[int, Instruction] = {}
-        for here in at[: tick + 1]:
-            for instruction in here:
-                if isinstance(instruction, SwapOut | Release | Drop):
-                    away[instruction.storage] = instruction
-                elif not isinstance(instruction, Settle):
-                    for number in (instruction.storage, *also_of(instruction)):
-                        away.pop(number, None)
+        away = program.away_after(tick)
         if self._excess_of(program) > (program.reserve_bytes or 0) or any(
             not isinstance(away.get(n), Drop) for n in dropped
         ):

@@ -18,7 +18,7 @@ from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.knownsizes import KnownAt, KnownSizes, Variant
 from legroom.runtime.pressure import Pressure
 from legroom.runtime.replay import Tape
-from legroom.schedule import Drop, Instruction, Replay, Schedule
+from legroom.schedule import Drop, Instruction, Release, Replay, Schedule, SwapOut
 
 NO_STORAGE = -2  # the number of none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
@@ -244,6 +244,18 @@ class Program:
             ]
             + [0],
         )
+
+    def away_after(self, tick: int) -> dict[int, Command]:
+        """The storages that it has moved out by then, with the last instruction that did so."""
+        away: dict[int, Command] = {}
+        for here in self.all_ticks.at[: tick + 1]:
+            for instruction in here:
+                if isinstance(instruction, SwapOut | Release | Drop):
+                    away[instruction.storage] = instruction
+                elif not isinstance(instruction, Settle):
+                    for number in (instruction.storage, *also_of(instruction)):
+                        away.pop(number, None)
+        return away
 
     def _is_sure(self, storage: int) -> bool:
         """Whether a save of it need not be looked at. Where sizes follow the input, what is computed may be larger than
