@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from legroom.alloclog import profiler_is_free
+from legroom.beside import Beside
 from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Recorded, Rung, Way
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
@@ -28,7 +28,6 @@ from legroom.peaks import Peaks
 from legroom.plan import Plan, checked, signature
 from legroom.planners import Planner, quick
 from legroom.planners.responsive import Responsive
-from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
 from legroom.report import Followed, FollowedStep
 from legroom.runtime.called import CalledStep, Decided, LeftAlone, ReactiveStep
 from legroom.runtime.calls import Lesson
@@ -76,7 +75,6 @@ class Following:
         self._setting = setting
         self._budget_bytes = budget_bytes
         self._usable_bytes = usable_bytes
-        self._planner = quick(planner)  # plans are many, and made while the program trains
         self._priced = priced
         self._hardware = hardware
         self._device = setting.ledger.device
@@ -86,11 +84,9 @@ class Following:
         self._steps = 0
         self._may_idle = self._device.has_cap
         self._known_sizes = KnownSizes()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
-        self._apart = PlanProcess() if self._device.plans_apart and can_be_sent(self._planner) else None
-        self._closed = False
+        # Plans are many, and made while the program trains.
+        self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
         self._arrived: deque[tuple[Course, int, Features, Rung]] = deque()
-        self._asked: deque[Future[None]] = deque()
         # of the step that runs
         self._call: Call | None = None
         self._way: Way | None = None
@@ -111,16 +107,11 @@ class Following:
         return CalledStep(self._setting, watch, self._decide)
 
     def close(self) -> None:
-        self._closed = True
-        apart = self._apart
-        if apart is not None:
-            apart.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._beside.close()
 
     def settle(self) -> None:
         """Wait for what is planned in the background."""
-        while self._asked:
-            self._hear(self._asked.popleft())
+        self._beside.settle()
 
     # before
 
@@ -408,7 +399,7 @@ class Following:
             for size, predicted in at:
                 trace = with_numbers(template, predicted(True))
                 try:
-                    plan, schedule = self._made_in_background(trace, target)
+                    plan, schedule = self._beside.plan(trace, self._hardware(), target)
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
                 rung = self._laid_out(trace, checked(trace, plan), reserve, schedule, sizes_fit=sure)
@@ -419,30 +410,7 @@ class Following:
                 self._arrived.append((course, version, size, rung))
                 return
 
-        self._submit(improve)
-
-    def _made_in_background(self, trace: Trace, target_bytes: int) -> tuple[Plan, Schedule | None]:
-        apart = self._apart
-        if apart is not None:
-            try:
-                return apart.plan(self._planner, trace, self._hardware(), target_bytes)
-            except ProcessError as error:
-                if self._closed:
-                    raise
-                self._setting.fallbacks[f"planned in a thread: {error}"] += 1
-                self._apart = None
-                apart.close()
-        return self._planner(trace, self._hardware(), target_bytes), None
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        self._asked.append(self._worker.submit(work))
-        while self._asked and self._asked[0].done():
-            self._hear(self._asked.popleft())
-
-    def _hear(self, asked: Future[None]) -> None:
-        error = asked.exception()
-        if error is not None:
-            self._setting.fallbacks[f"planning in the background failed: {type(error).__name__}: {error}"] += 1
+        self._beside.ask(improve)
 
     # afterwards
 
@@ -488,7 +456,7 @@ class Following:
                     if course.responsive is first:
                         course.responsive = better
 
-            self._submit(make)
+            self._beside.ask(make)
         return course.responsive
 
     def ended(self, run: CalledStep, seconds: float) -> None:

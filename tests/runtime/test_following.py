@@ -232,10 +232,10 @@ def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.Mon
     with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5)) as room:
         program.train(sizes[:14], room.step)
         following = room._following
-        assert following is not None and following._apart is not None
+        assert following is not None and following._beside._apart is not None
         following.settle()
-        assert following._apart._child is not None
-        child = following._apart._child.process
+        assert following._beside._apart._child is not None
+        child = following._beside._apart._child.process
         if killed:
             child.kill()
             following.forget_plans()
