@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -71,3 +74,46 @@ def test_a_long_chain_is_not_walked_for_every_link(sharing: int, monkeypatch: py
         assert room.report().bytes_recomputed > 0 and not room.report().fallbacks
     assert with_plan == plain
     assert len(held) > LAYERS and max(held) <= 2
+
+
+@contextlib.contextmanager
+def few_calls_within_calls(most: int) -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + most)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["used", "freed"])
+def test_all_of_a_long_chain_goes_at_once(wanted: bool) -> None:
+    """A second graph holds the end of the chain, and that all of it, when the first one is through. It goes with the
+    second, by more links than there may be calls within calls."""
+
+    def trained(room: legroom.Room | None, scale: nn.Parameter) -> torch.Tensor:
+        results = []
+        for number in range(5):
+            x = torch.randn(128, 64, generator=torch.Generator().manual_seed(number))
+            with room.step() if room is not None else contextlib.nullcontext():
+                for _ in range(120):
+                    x = torch.sigmoid(x * scale)
+                second = torch.sigmoid(torch.sigmoid(x.detach() * scale) * scale).sum()
+                x = x.sum()
+                with few_calls_within_calls(100):
+                    x.backward()
+                    if wanted:
+                        second.backward()
+                    del second
+            results.append(scale.grad.clone())
+            scale.grad = None
+        return torch.stack(results)
+
+    plain = trained(None, nn.Parameter(torch.ones(64)))
+    model = Chain()
+    planner = random_planner((0, 0, 1, 0), 0)
+    with legroom.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget=1 << 30, planner=planner) as room:
+        assert torch.equal(trained(room, model.scale), plain)
+        gc.collect()
+        assert room.report().bytes_recomputed > 0 and not room.report().fallbacks
+        assert not room._setting.ledger.entries and not room._setting.ledger.pinned

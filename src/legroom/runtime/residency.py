@@ -227,10 +227,10 @@ class Entry:
         node.hold(tensor if tensor is not None else self.flat())
         node.entry = self.node = None
 
-    def expire(self) -> None:
-        """Nobody saved it any more, and now nothing that was dropped counts on it either."""
+    def expire(self, waiting: list[Entry]) -> None:
+        """Nobody saved it any more, and now nothing that was dropped counts on it either. waiting: see `die`."""
         self._hand_back(None)
-        self.die()
+        self.die(waiting)
 
     def _lapse(self) -> None:
         """The program is through with it. What is made from it can be made from its own sources: let the bytes go."""
@@ -252,7 +252,8 @@ class Entry:
             self.node.entry = None
             self.node = None
 
-    def die(self) -> None:
+    def die(self, waiting: list[Entry] | None = None) -> None:
+        """waiting: of those in it somebody else will see to what they were made from."""
         in_memory = self.key != 0
         if self.saving is not None or self.loading is not None:
             self._settle()
@@ -263,9 +264,12 @@ class Entry:
             self.host.drop()
             self.host = None
         node, self.node = self.node, None
-        if node is not None:
-            self.ledger.unpin(self)
         ledger = self.ledger
+        if node is not None:
+            if waiting is None:
+                ledger.unpin(self)
+            else:
+                waiting.append(self)
         ledger.entries -= 1
         if ledger.on_death is not None:
             ledger.on_death(self, in_memory)
@@ -366,13 +370,16 @@ class Ledger:
         self.pinned[id(entry)] = frontier
 
     def unpin(self, entry: Entry) -> None:
-        for needed in self.pinned.pop(id(entry), ()):
-            needed.pins -= 1
-            if not needed.pins:
-                if not needed.views:
-                    needed.expire()
-                elif needed.settled:
-                    needed.settle()
+        """What it was made from may go. Not by calls within calls: a chain of thousands may go at once."""
+        waiting = [entry]
+        while waiting:
+            for needed in self.pinned.pop(id(waiting.pop()), ()):
+                needed.pins -= 1
+                if not needed.pins:
+                    if not needed.views:
+                        needed.expire(waiting)
+                    elif needed.settled:
+                        needed.settle()
 
 
 def saved_elsewhere(tensor: Any) -> bool:
