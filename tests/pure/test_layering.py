@@ -41,6 +41,7 @@ ORDER = (
     "bound",
     "planners",
     "planprocess",
+    "beside",
     "reasons",
     "page",
     "report",

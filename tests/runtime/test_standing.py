@@ -169,10 +169,10 @@ def test_what_a_replay_brought_back_is_there_for_the_next_one(seed: int, monkeyp
         curves.append((self.predicted_curve(), [segment.measured_peak_bytes for segment in curve.segments]))
         calibrate(self, curve, relieved=relieved)
 
-    def died(self: Entry) -> None:
+    def died(self: Entry, waiting: list[Entry] | None = None) -> None:
         if self.node is not None and self.in_memory:
             with_lineage.add(self.number)
-        die(self)
+        die(self, waiting)
 
     monkeypatch.setattr(Standing, "_calibrate", noted)
     monkeypatch.setattr(Entry, "die", died)
