@@ -199,8 +199,7 @@ class Executor:
             if light == 2:
                 self._statistics[number] = kept.tensor
             return kept
-        packed = self._pack(tensor)
-        return self._with_statistics(packed) if type(packed) is Kept else packed
+        return self._with_statistics(self._pack(tensor))
 
     def _record(self, place: int, known: KnownCall, func: Any, args: Any, kwargs: Any) -> Any:
         return self.ops.record(place, known, func, args, kwargs, partial(self._saved_since, self.tick))

@@ -330,6 +330,19 @@ class Pattern(Protocol):
     def written(self) -> Sequence[int]: ...
 
 
+def filled(pattern: Pattern, tensors: Iterable[Any]) -> list[Any]:
+    """Its arguments, with what is given in place of tensors."""
+    args = list(pattern.args)
+    for (at, within, _, _), tensor in zip(pattern.places, tensors, strict=True):
+        if within < 0:
+            args[at] = tensor
+        else:
+            if type(args[at]) is tuple:
+                args[at] = list(args[at])
+            args[at][within] = tensor
+    return args
+
+
 class Made:
     """One recorded op, with all that is needed to run it again."""
 
@@ -416,15 +429,9 @@ class Made:
         """Arguments of what was not looked at are put together when somebody asks: most replays do without."""
         if name != "args" or self.pattern is None:
             raise AttributeError(name)
-        self.args = args = list(self.pattern.args)
-        for (at, within, _, layout), node in zip(self.pattern.places, self.inputs, strict=True):
-            if within < 0:
-                args[at] = Argument(node, layout)
-            else:
-                if type(args[at]) is tuple:
-                    args[at] = list(args[at])
-                args[at][within] = Argument(node, layout)
-        return args
+        places = zip(self.pattern.places, self.inputs, strict=True)
+        self.args = filled(self.pattern, [Argument(node, layout) for (_, _, _, layout), node in places])
+        return self.args
 
     def become_empty_like(self, tensor: torch.Tensor) -> None:
         self.func = torch.ops.aten.empty_strided.default

@@ -27,6 +27,7 @@ from legroom.runtime.lineage import (
     Node,
     Slot,
     copy_of_bytes,
+    filled,
     is_uninitialised,
 )
 from legroom.runtime.residency import Layout, laid_out
@@ -221,8 +222,8 @@ def _arguments(made: Made, at_hand: dict[Slot, Held]) -> list[Any]:
     pattern = made.pattern
     if pattern is None:
         return [_value(value, None, at_hand) if type(value) in _WITH_TENSORS else value for value in made.args]
-    args = list(pattern.args)
-    for (at, within, _, layout), node in zip(pattern.places, made.inputs, strict=True):
+    tensors: list[torch.Tensor] = []
+    for (_, _, _, layout), node in zip(pattern.places, made.inputs, strict=True):
         held = at_hand.get(node.slot) if node.slot is not None else None
         if held is None:
             held = node.bytes_at_hand()
@@ -230,14 +231,8 @@ def _arguments(made: Made, at_hand: dict[Slot, Held]) -> list[Any]:
                 raise NotAtHand
         elif type(held) is Normalised:
             held = _written_out(node.slot, at_hand)
-        tensor = _laid_out(layout, held)  # type: ignore[arg-type]
-        if within < 0:
-            args[at] = tensor
-        else:
-            if type(args[at]) is tuple:
-                args[at] = list(args[at])
-            args[at][within] = tensor
-    return args
+        tensors.append(_laid_out(layout, held))  # type: ignore[arg-type]
+    return filled(pattern, tensors)
 
 
 def _run_short(action: Action, at_hand: dict[Slot, Held]) -> bool:

@@ -206,9 +206,7 @@ class Entry:
         if len(views) > 1:
             views.remove(view)
         elif not self.pins:
-            node = self.node
-            if node is not None and node.relied:
-                self._hand_back(view.tensor)
+            self._hand_back(view.tensor)
             views.clear()
             self.die()
         else:
