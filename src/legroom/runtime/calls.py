@@ -28,8 +28,6 @@ from legroom.runtime.stacks import CALLS, OPS
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
 _WITH_FAST_WAYS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 _LOOK_EVERY_SECONDS = 10.0
-# Arguments with which a function writes that otherwise does not.
-_WRITES_IF = ("out", "inplace")
 # Functions that write to running statistics when they train, without their schema saying so.
 _WITH_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index"))
 _MOST_EXTRA = 64  # calls in a row that were not there before, such as those of a line that logs now and then
@@ -257,8 +255,10 @@ class Gate(CallMode):
         self._number, self._extra = number + 1, 0
         if hooked is not None and hooked is not self._hooks_on:
             self._switch_hooks(on=hooked)
-        if need != _NOTHING or kwargs or self.open:
+        if need != _NOTHING or self.open:
             return self._go(way, func, args, kwargs or {})
+        if kwargs:
+            return self._go(way, func, args, kwargs) if _may_write(kwargs) else func(*args, **kwargs)
         return func(*args)
 
     def _look(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class Gate(CallMode):
     def _go(self, way: Way, func: Any, args: Any, kwargs: Any) -> Any:
         need = way.need
         # The same function may have written to something else before, or not at all.
-        writes = way.writes or (kwargs and any(_is_given(kwargs.get(name)) for name in _WRITES_IF))
+        writes = way.writes or (kwargs and _may_write(kwargs))
         written = way.written
         if written is not None and len(args) >= written.stop and not (kwargs and "out" in kwargs):
             touched = args[written]
@@ -377,8 +377,10 @@ def _same_hooks(top: Any, others: Any) -> bool:
     return top is others if top is None or others is None else top[0] is others[0]
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False
+def _may_write(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function is called in a way in which it writes to something that otherwise it does not."""
+    in_place = kwargs.get("inplace")
+    return kwargs.get("out") is not None or (in_place is not None and in_place is not False)
 
 
 counting_here: Callable[[], int] = CALLS.depth  # whether the next call would be counted: not inside one that is
