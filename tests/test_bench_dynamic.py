@@ -277,6 +277,24 @@ def test_a_price_that_is_none_is_not_taken_for_one(wrong: Any, tmp_path: Path) -
     assert [v.word for v in dynamic.verdicts(read(path)) if "static" in v.claim] == ["not measured"]
 
 
+@pytest.mark.parametrize(
+    ("passes", "told"), [([3.0, 2.5, 1.0], True), ([3.0, 1.0], False), ("x", False), ([1, "x", 2], False)]
+)
+def test_passes_between_the_first_and_the_last_are_told(passes: Any, told: bool, tmp_path: Path) -> None:
+    rows = [replace(row, report={**row.report, "passes_ms": passes}) for row in RANDOM_LENGTHS]
+    path = tmp_path / "dynamic.json"
+    write(path, Results((RUN,), tuple(rows)))
+    assert dynamic.main(["--render", str(path)]) == 0
+    assert ("passes between: 2.5 ms" in path.with_suffix(".md").read_text()) is told
+
+
+@pytest.mark.parametrize("wrong", ["1", "-3", "two"])
+def test_less_than_two_passes_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dynamic.main(["--passes", wrong])
+    assert "at least" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", ["120%", "half", "50%,"])
 def test_unknown_budgets_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -315,7 +333,7 @@ def test_a_short_run_of_random_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(dynamic, "NEEDED_SIZES", 2)
     monkeypatch.setattr(dynamic, "HELD_SIZES", 3)
     rows: list[Row] = []
-    job = dynamic.Job("tiny_gpt", "plain", "cpu", steps=2, warmup=5, settle=False, shares=("50%",))
+    job = dynamic.Job("tiny_gpt", "plain", "cpu", steps=2, warmup=5, settle=False, shares=("50%",), passes=3)
     dynamic.measure(job, rows.append)
     budgets = dynamic.budgets_of(rows[0], ["50%", "above"])
     assert rows[0].reported("floor_bytes") < budgets["50%"] < rows[0].reported("peak_bytes") < budgets["above"]
@@ -328,6 +346,9 @@ def test_a_short_run_of_random_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert static.reported("plans") == 1 and static.report["courses"] == {"planned": 2}
     assert ours.reported("warmup_sheltered") >= 3 and ours.reported("warmup_seconds") > 0
     assert all(len(row.report["steps_ms"]) == 2 for row in (rows[0], static, ours))
+    for row in (static, ours):
+        assert len(row.report["passes_ms"]) == 3
+        assert row.report["passes_ms"][0] == row.report["first_ms"] and row.report["passes_ms"][-1] == row.mean_ms
     write(tmp_path / "results.json", Results((RUN,), tuple(rows)))
     assert dynamic.render(tmp_path / "results.json") == read(tmp_path / "results.json")
 
