@@ -22,12 +22,13 @@ _SEEDS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 _CHUNK_WORDS = 1 << 20
 _HALF = 2048  # of the places for results: they are cleared so many at a time
 MOST_DUE = _HALF - 64  # fingerprints
+_ANSWERS = 256  # on the host at once; a step asks for two, and hears of them a step or two later
 
 
 def prepare_digests(device: torch.device) -> None:
     """Get the little memory they take now, so that it does not show in a step's curve."""
     _sums(device)
-    _reader(device)
+    _ = _reader(device).answers
 
 
 def hash_bytes(storage: torch.UntypedStorage) -> bytes:
@@ -50,14 +51,14 @@ class DeviceFingerprint:
     the link, 4 ms at a time.
     """
 
-    __slots__ = ("_event", "_nbytes", "_words")
+    __slots__ = ("_event", "_nbytes", "_reader", "_words")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        reader = _reader(storage.device)
+        self._reader = reader = _reader(storage.device)
         _, sums = reader.next_turn()
         _add_hash(storage, sums)
         self._nbytes = storage.nbytes()
-        self._words = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._words = reader.take_answer()
         compute, stream = torch.cuda.current_stream(storage.device), reader.stream
         reader.added.record(compute)
         reader.added.wait(stream)
@@ -68,6 +69,12 @@ class DeviceFingerprint:
             make_current(compute)
         self._event = torch.cuda.Event()
         self._event.record(stream)
+
+    def __del__(self) -> None:
+        # Whether it has arrived or not: the next answer takes the same stream, and comes later.
+        words = getattr(self, "_words", None)
+        if words is not None:
+            self._reader.answers.append(words)
 
     def arrived(self) -> bool:
         return self._event.query()
@@ -107,6 +114,17 @@ class _Reader:
         self._turn = 0
         self._read: list[list[int]] = []
         self._read_until = 0  # the first turn that was not
+
+    @functools.cached_property
+    def answers(self) -> list[torch.Tensor]:
+        """Free places for answers on the host. PyTorch's own cache of pinned memory got two new ones in every step."""
+        return list(torch.empty(_ANSWERS, 2, dtype=torch.int64, pin_memory=True).unbind())
+
+    def take_answer(self) -> torch.Tensor:
+        try:
+            return self.answers.pop()
+        except IndexError:
+            return torch.empty(2, dtype=torch.int64, pin_memory=True)
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
