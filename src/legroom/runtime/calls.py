@@ -258,7 +258,7 @@ class Gate(CallMode):
         if need != _NOTHING or self.open:
             return self._go(way, func, args, kwargs or {})
         if kwargs:
-            return self._go(way, func, args, kwargs) if _may_write(kwargs) else func(*args, **kwargs)
+            return self._go(way, func, args, kwargs) if _told_to_write(kwargs) else func(*args, **kwargs)
         return func(*args)
 
     def _look(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class Gate(CallMode):
     def _go(self, way: Way, func: Any, args: Any, kwargs: Any) -> Any:
         need = way.need
         # The same function may have written to something else before, or not at all.
-        writes = way.writes or (kwargs and _may_write(kwargs))
+        writes = way.writes or (kwargs and _told_to_write(kwargs))
         written = way.written
         if written is not None and len(args) >= written.stop and not (kwargs and "out" in kwargs):
             touched = args[written]
@@ -377,7 +377,7 @@ def _same_hooks(top: Any, others: Any) -> bool:
     return top is others if top is None or others is None else top[0] is others[0]
 
 
-def _may_write(kwargs: Mapping[str, Any]) -> bool:
+def _told_to_write(kwargs: Mapping[str, Any]) -> bool:
     """Whether a function is called in a way in which it writes to something that otherwise it does not."""
     in_place = kwargs.get("inplace")
     return kwargs.get("out") is not None or (in_place is not None and in_place is not False)
