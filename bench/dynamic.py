@@ -349,9 +349,9 @@ class Run:
                 step(0)
             settle()
             recorded = room.report().sheltered_steps
+            passes.append(self.clock(step, first))
             while len(passes) < job.passes:
-                if len(passes) > 1:
-                    settle()
+                settle()
                 passes.append(self.clock(step, first))
             row = replace(
                 passes[-1],

@@ -117,7 +117,7 @@ class _Reader:
 
     @functools.cached_property
     def answers(self) -> list[torch.Tensor]:
-        """Free places for answers on the host. PyTorch's own cache of pinned memory got two new ones in every step."""
+        """Free places for answers on the host. PyTorch's own cache of pinned memory got new ones every few steps."""
         return list(torch.empty(_ANSWERS, 2, dtype=torch.int64, pin_memory=True).unbind())
 
     def take_answer(self) -> torch.Tensor:
