@@ -169,6 +169,30 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(*SIZE, generator=torch.Generator().manual_seed(number))
 
 
+def test_hooks_are_left_out_under_a_plan_that_only_swaps(few: None) -> None:
+    """Which calls save what is to be learned there as well, though no op is replayed."""
+
+    def step(model: Any, optimizer: Any, number: int) -> Any:
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with legroom.fit(model, optimizer, budget="1GiB", planner=random_planner((1, 1, 0, 0), seed=1)) as room:
+        for number in range(STEPS):
+            with room.step():
+                step(model, optimizer, number)
+        program, report = room._standing.program, room.report()
+    assert program is not None and not program.recorded and report.bytes_swapped
+    assert program.few_ticks is not None
+    assert 0 < len(program.few_ticks.expected) < len(program.all_ticks.expected)
+    compared(step, (1, 1, 0, 0))
+
+
 def test_hooks_of_the_program_with_calls_that_were_not_there(few: None) -> None:
     def step(model: Any, optimizer: Any, number: int) -> Any:
         asked: list[int] = []

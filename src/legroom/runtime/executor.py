@@ -104,6 +104,7 @@ class Executor:
         self._nodes = self.lineage.nodes
         self._calls: Gate | Learner | None = None
         self._in_backward = False
+        self._sees_ops = bool(program.recorded)
         self.at_backward: Callable[[], None] | None = None  # called when it begins
         self._pressure = program.pressure if trial else None
         self._again = Again(
@@ -128,25 +129,29 @@ class Executor:
 
     def interception(self, depths: tuple[int, int] | None) -> Interception:
         """Hooks, modes and the engine's stand-in for this step."""
-        mode = OpMode(self.ops.op) if self.program.recorded else None
-        counts = mode is not None or self.ledger.device.leaves_hooks_out
-        if counts and self.program.calls is not None:
-            if self._watchful and self.program.few_ticks is not None:
+        program = self.program
+        counts = bool(program.recorded) or self.ledger.device.leaves_hooks_out
+        learns = counts and program.calls is None and program.learns and program.countable
+        # Which ops run inside a call is learned under a plan without replays as well, whose hooks may be left out.
+        self._sees_ops = bool(program.recorded) or learns
+        mode = OpMode(self.ops.op) if self._sees_ops else None
+        if counts and program.calls is not None:
+            if self._watchful and program.few_ticks is not None:
                 self.ops.known_at = None  # more hooks run than in other steps, so that calls save more than was learned
             at = self.ops.known_at
             self._calls = Gate(
-                self.program.calls,
+                program.calls,
                 mode,
                 number_ops=self.ops.count_in,
                 matters=self.lineage.knows_any,
                 record=self._record,
-                may_write=self.ops.may_write if self.program.casts_weights else None,
+                may_write=self.ops.may_write if program.casts_weights else None,
                 known=at.call if at is not None else _nothing_known,
                 learns=at.learns if at is not None else (),
                 learn=self._learn_call if at is not None else None,
             )
-        elif counts and self.program.learns and self.program.countable:
-            ticks = self.program.trace.ticks
+        elif learns:
+            ticks = program.trace.ticks
             self._calls = Learner(
                 lambda: (self.ops.number, self.tick),
                 self.ops.witness,
@@ -154,8 +159,8 @@ class Executor:
             )
             self.ops.learn_all()
         pack, unpack = self.hooks()
-        if isinstance(self._calls, Gate) and self.program.few_ticks is not None and not self._watchful:
-            self._follow(self.program.few_ticks)
+        if isinstance(self._calls, Gate) and program.few_ticks is not None and not self._watchful:
+            self._follow(program.few_ticks)
             self._calls.hooks = pack, unpack
         began, ended = self.backward_begins, self.backward_ended
         return Interception(pack, unpack, mode=mode, calls=self._calls, entered=began, left=ended, depths=depths)
@@ -167,7 +172,7 @@ class Executor:
         # Inside the engine no mode of ours is on, and what unpack does in forward it guards itself.
         if isinstance(self._calls, Gate):
             return self._gated_pack, self._unpack
-        return self._guarded_pack if self.program.recorded else self._pack, self._unpack
+        return self._guarded_pack if self._sees_ops else self._pack, self._unpack
 
     def _measured_pack(self, tensor: torch.Tensor) -> Handle | Kept:
         if self._calls is not None:
