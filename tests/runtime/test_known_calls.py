@@ -346,6 +346,18 @@ def _attended(net: Layers, number: int, rate: float = 0.0) -> torch.Tensor:
     return _finished(x.sin().exp().sin())
 
 
+def _with_a_bias(net: Layers, number: int, *, learned: bool = True) -> torch.Tensor:
+    """Attention with a mask that needs a gradient, which is made of matrix products."""
+    query, key, value = (layer(_rows(number)).view(4, 64, 4, 32).transpose(1, 2) for layer in net.layers)
+    bias = net.layers[0].weight[:64, :64] * 0.5
+    x = F.scaled_dot_product_attention(query, key, value, bias if learned else bias.detach())
+    return _finished(x.sin().exp().sin())
+
+
+def attention_whose_mask_needs_no_gradient_any_more(net: Layers, number: int) -> torch.Tensor:
+    return _with_a_bias(net, number, learned=number < TURN)
+
+
 def attention_by_other_kernels(net: Layers, number: int) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH) if number >= TURN else contextlib.nullcontext():
         return _attended(net, number)
@@ -406,6 +418,7 @@ def many_heads_after_another_save(net: Layers, number: int) -> torch.Tensor:
 
 WAYS = (
     attention_by_other_kernels,
+    attention_whose_mask_needs_no_gradient_any_more,
     attention_that_draws,
     many_heads,
     many_heads_and_their_weights,
@@ -458,7 +471,8 @@ def test_what_goes_before_the_call_is_through(
     assert recorded["on the way"] > 0
 
 
-def test_attention_is_looked_at_once_a_switch_is_turned(recorded: Counter[str]) -> None:
+@pytest.mark.parametrize("attended", [_attended, _with_a_bias])
+def test_attention_is_looked_at_once_a_switch_is_turned(attended: Any, recorded: Counter[str]) -> None:
     """Whether it makes a difference or not: which kernel runs is PyTorch's to choose."""
     before = torch._C._get_cudnn_sdp_enabled()
 
@@ -466,14 +480,14 @@ def test_attention_is_looked_at_once_a_switch_is_turned(recorded: Counter[str]) 
         torch._C._set_sdp_use_cudnn(before is not (number >= TURN))
         if number == TURN:
             assert recorded.pop("attention") >= 2
-        return _attended(net, number)
+        return attended(net, number)
 
     try:
         mine = walked(step, inside=True)
     finally:
         torch._C._set_sdp_use_cudnn(before)
     assert not recorded["attention"]
-    assert same_bits(mine, walked(_attended, inside=False))
+    assert same_bits(mine, walked(attended, inside=False))
 
 
 class Growing(TorchFunctionMode):

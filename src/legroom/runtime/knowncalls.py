@@ -43,11 +43,12 @@ _FOLLOWING = frozenset(
     unsqueeze upsample_nearest2d view where
     """.split()  # noqa: SIM905
 )
-# Chosen by switches that a program may turn at any time: those are compared, too.
+# Chosen by switches that a program may turn at any time: those are compared, too. The softmax is that of attention made
+# of matrix products, as it is where a mask needs a gradient.
 _ATTENTION = frozenset(
     """
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu
+    _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     """.split()  # noqa: SIM905
 )
 _SWITCHES: tuple[Callable[[], Any], ...] = tuple(
