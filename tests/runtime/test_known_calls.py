@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import legroom
+from legroom.hardware import Hardware
+from legroom.ir import Trace
+from legroom.plan import Keep, Plan, Recompute
+from legroom.planners import Planner
 from legroom.runtime import plannedops
 from legroom.runtime.device import CpuDevice
 from legroom.runtime.knowncalls import KnownCall, Recording
 from tests.runtime.test_calls import nothing_left
 from tests.runtime.test_random_plans import random_planner
 
+EVERYTHING = random_planner((0, 0, 1, 0), seed=0)  # is made again
 TURN, STEPS = 6, 9  # from TURN on something is another; the calls are known by then
 CHANNELS, PIXELS, BATCH = 16, 12, 16
 
@@ -433,7 +439,7 @@ WAYS = (
 )
 
 
-def walked(step: Callable[[Layers, int], torch.Tensor], *, inside: bool) -> list[Any]:
+def walked(step: Callable[[Layers, int], torch.Tensor], *, inside: bool, planner: Planner = EVERYTHING) -> list[Any]:
     torch.manual_seed(0)
     net = Layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -441,7 +447,6 @@ def walked(step: Callable[[Layers, int], torch.Tensor], *, inside: bool) -> list
     with contextlib.ExitStack() as stack:
         room: Any = None
         if inside:
-            planner = random_planner((0, 0, 1, 0), seed=0)
             room = stack.enter_context(legroom.fit(net, optimizer, budget="1GiB", planner=planner))
         for number in range(STEPS):
             with room.step() if inside else contextlib.nullcontext():
@@ -488,6 +493,37 @@ def test_attention_is_looked_at_once_a_switch_is_turned(attended: Any, recorded:
         torch._C._set_sdp_use_cudnn(before)
     assert not recorded["attention"]
     assert same_bits(mine, walked(attended, inside=False))
+
+
+@pytest.mark.parametrize("few_hooks", [False, True], ids=["all hooks", "few hooks"])
+def test_copies_of_autocast_that_stay_are_shown(
+    few_hooks: bool, recorded: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are made again from copies that their calls make and save, and that no plan moves."""
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    products = "aten.addmm.default", "aten.mm.default"
+
+    def only_products(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = EVERYTHING(trace, hardware, budget_bytes)
+        made_by = {storage: op.name for op in trace.ops for storage, version in op.writes if version == 0}
+        kept = [
+            decision if isinstance(decision, Recompute) and made_by.get(gap.storage) in products else Keep()
+            for gap, decision in zip(trace.gaps, plan.decisions, strict=True)
+        ]
+        return replace(plan, decisions=tuple(kept))
+
+    def step(net: Layers, number: int) -> torch.Tensor:
+        if number == TURN:
+            recorded.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            x = _rows(number)
+            for layer in net.layers:
+                x = layer(x).sin()
+        return _finished(x.float())
+
+    mine = walked(step, inside=True, planner=only_products)
+    assert recorded["all"] >= 3 * (STEPS - TURN)
+    assert same_bits(mine, walked(step, inside=False))
 
 
 class Growing(TorchFunctionMode):

@@ -299,6 +299,7 @@ class Program:
             needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
             moved |= self.statistic_storages
+            moved |= self._read_inside(lesson.calls)
             hooked = needed_ticks(lesson.calls, ticks, moved)
             self.few_ticks = self._ticks(sorted(hooked), needed)
         self._hooked = hooked
@@ -312,6 +313,21 @@ class Program:
         )
         self._variants = [self._variant(place, lesson.calls[place]) for place in self.calls.looked_at()]
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
+
+    def _read_inside(self, calls: Sequence[Called]) -> set[int]:
+        """What calls save that replayed ops in them read, and other ops in them make, such as autocast's copies: only
+        their hooks show it where ops are not looked at, and to look at those of a call takes longer than its hooks."""
+        shown: set[int] = set()
+        for call in calls:
+            recorded = [self._in_mode[op] for op in call.ops if op in self.recorded]
+            if recorded:
+                others = [self._in_mode[op] for op in call.ops if op not in self.recorded and op < len(self._in_mode)]
+                made = {value for op in others for value in op.writes}
+                read = {value for op in recorded for value in op.reads}
+                shown |= {storage for storage, _ in read & made} & {
+                    self.trace.ticks[tick].storage for tick in call.packs(self.trace.ticks)
+                }
+        return shown
 
     def _variant(self, place: int, call: Called) -> Variant:
         recorded = tuple(op for op in call.ops if op in self.recorded)
