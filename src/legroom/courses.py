@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from legroom.ir import Trace
-from legroom.ladder import Features, Ladder, Shelf, rounded_up
+from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
 from legroom.peaks import Peaks
 from legroom.plan import Plan
 from legroom.planners.responsive import Responsive
@@ -22,7 +22,11 @@ from legroom.runtime.recorder import Outline
 from legroom.schedule import Schedule
 from legroom.sizes import SizeModel
 
-MOST_RUNGS = 64  # plans for one structure
+MOST_RUNGS = 128  # plans for one structure: those of a T5-base take 3 MB of the host each
+# Plans are for sizes rounded up to one of so many an octave; half as many where so many plans had to go for others.
+# With two dimensions of four octaves, eight are 1,000 plans: all but the last 128 would be made again and again, and
+# most inputs be served by one that is much too large.
+FINEST, COARSER = 8, (1, MOST_RUNGS, 4 * MOST_RUNGS)
 MOST_COURSES = 4  # op sequences behind one way of calling. Beyond, what served the fewest steps is forgotten.
 MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be one change for good
 REMEMBERED_PEAKS = 4096
@@ -78,6 +82,20 @@ class Course:
     numbers: dict[object, int] = field(default_factory=dict)  # of recipes
     all_hooks: bool = False  # whether all that is saved is looked at, whatever the samples say of sizes
 
+    @property
+    def an_octave(self) -> int:
+        """How many sizes."""
+        return FINEST >> sum(self.ladder.evicted >= evicted for evicted in COARSER)
+
+    def goal(self, features: Features, edge: Features, rung: Rung) -> Features | None:
+        """The sizes for which to ask for a plan in place of this one; None where one was asked for, or this is good
+        enough: for an input that is not much larger in any dimension, and not made at once."""
+        goal = self.edge_for(features)
+        if goal in self.asked or features in self.asked:
+            return None
+        loose = any(e > f + f / self.an_octave for e, f in zip(edge, features, strict=True))
+        return goal if loose or rung.plan.planner == AT_ONCE else None
+
     def forget_plans(self) -> None:
         self.version += 1
         self.ladder.clear()
@@ -87,7 +105,8 @@ class Course:
     def improve(self, edge: Features, rung: Rung) -> None:
         """Put a plan in the place of those that were made at once for sizes that it is for."""
         for other, made in self.ladder:
-            if made.plan.planner == AT_ONCE and self.edge_for(other) == self.edge_for(edge):
+            alike = covers(edge, other) and self.edge_for(other) == self.edge_for(edge)
+            if made.plan.planner == AT_ONCE and alike:
                 self.ladder.remove(other)
                 self._forget_peaks({other})
         self.put(edge, rung)
@@ -113,7 +132,8 @@ class Course:
     def edge_for(self, features: Features) -> Features:
         """The sizes rounded up, of those that vary."""
         moving = [low != high for low, high in zip(self.low, self.high, strict=True)]
-        return tuple(rounded_up(f) if moves else f for f, moves in zip(features, moving, strict=True))
+        steps = self.an_octave
+        return tuple(rounded_up(f, steps) if moves else f for f, moves in zip(features, moving, strict=True))
 
 
 @dataclass(slots=True)

@@ -39,7 +39,6 @@ from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_cu
 from legroom.sizes import SizeModel, structure_of, with_numbers
 from legroom.units import format_bytes
 
-LOOSE = 1.125  # a plan for an input that is larger than that, in any dimension, is worth another one
 MOST_WAYS = 16  # of calling the model. Beyond, what served the fewest steps is forgotten.
 MOST_SHELTERED = 10  # steps for one op sequence
 STEPS_A_LESSON = 64  # once they are spent, one step in so many is recorded while its op sequence is not known
@@ -384,10 +383,8 @@ class Following:
     # in the background
 
     def _ask_for_better(self, course: Course, features: Features, edge: Features, rung: Rung, *, every: bool) -> None:
-        model, goal = course.model, course.edge_for(features)
-        if (rung.program.idle and not self._priced) or goal in course.asked or features in course.asked:
-            return
-        if rung.plan.planner != AT_ONCE and all(e <= LOOSE * f for e, f in zip(edge, features, strict=True)):
+        model, goal = course.model, course.goal(features, edge, rung)
+        if (rung.program.idle and not self._priced) or goal is None:
             return
         sizes = [size for size in dict.fromkeys((goal, features)) if model.knows(size)]
         course.asked.add(sizes[0])

@@ -6,6 +6,7 @@ looking it up, and nothing has to be computed while the step waits. Ladders, one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -46,16 +47,16 @@ class Ladder(Generic[T]):
         self._rungs[edge] = what
         gone = []
         while len(self._rungs) > self._most:
-            largest = max(self._rungs, key=sum)
+            largest = max(self._rungs, key=_volume)
             gone.append(next(other for other in self._rungs if other != largest))
             del self._rungs[gone[-1]]
         self.evicted += len(gone)
-        self._upwards = sorted(self._rungs, key=sum)
+        self._upwards = sorted(self._rungs, key=_volume)
         return gone
 
     def remove(self, edge: Features) -> None:
         self._rungs.pop(edge, None)
-        self._upwards = sorted(self._rungs, key=sum)
+        self._upwards = sorted(self._rungs, key=_volume)
 
     def clear(self) -> None:
         self._rungs.clear()
@@ -103,6 +104,11 @@ class Shelf(Generic[K, T]):
         self._served.clear()
 
 
+def _volume(features: Features) -> int:
+    """By this, not by the sum: twice as large in a small dimension is as loose a fit as in a large one."""
+    return math.prod(max(1, size) for size in features)
+
+
 def covers(edge: Features, features: Features) -> bool:
     # Written out: it is asked of every plan on a ladder while a step waits.
     for e, f in zip(edge, features, strict=False):
@@ -111,7 +117,7 @@ def covers(edge: Features, features: Features) -> bool:
     return len(edge) == len(features)
 
 
-def rounded_up(size: int) -> int:
-    """The next of eight sizes an octave: at most an eighth more."""
-    grain = max(1, (1 << size.bit_length()) // 16)
+def rounded_up(size: int, an_octave: int) -> int:
+    """The next of so many sizes an octave, a power of two: of eight, at most an eighth more."""
+    grain = max(1, (1 << size.bit_length()) // (2 * an_octave))
     return -(-size // grain) * grain

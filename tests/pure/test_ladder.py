@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +22,16 @@ def test_the_smallest_that_is_large_enough_is_found(edges: list[tuple[int, int]]
     assert (found is None) == (not enough)
     assert (ladder.hits, ladder.misses) == ((1, 0) if enough else (0, 1))
     if found is not None:
-        assert found[0] in enough and sum(found[0]) == min(map(sum, enough))
+        assert found[0] in enough and math.prod(found[0]) == min(map(math.prod, enough))
         assert edges[found[1]] == found[0]
+
+
+def test_a_plan_that_is_loose_in_one_dimension_is_not_taken_for_a_small_one() -> None:
+    ladder = Ladder[str](most=2)
+    ladder.add((320, 128), "eight times in the second")
+    ladder.add((448, 16), "half as much more in the first")
+    assert ladder.find((300, 16)) == ((448, 16), "half as much more in the first")
+    assert ladder.find((0, 16)) == ((448, 16), "half as much more in the first")
 
 
 def test_what_was_used_least_recently_goes_first_and_the_largest_never() -> None:
@@ -50,11 +60,11 @@ def test_other_dimensions_are_another_thing() -> None:
     assert covers((4, 4), (4, 0))
 
 
-@given(st.integers(0, 2**40))
-def test_sizes_are_rounded_up_by_an_eighth_at_most(size: int) -> None:
-    up = rounded_up(size)
-    assert size <= up <= size * 1.125
-    assert rounded_up(up) == up
+@given(st.integers(0, 2**40), st.sampled_from([1, 2, 4, 8]))
+def test_sizes_are_rounded_up_by_so_much_at_most(size: int, an_octave: int) -> None:
+    up = rounded_up(size, an_octave)
+    assert size <= up <= size * (1 + 1 / an_octave)
+    assert rounded_up(up, an_octave) == up
 
 
 def test_what_served_most_stays_among_many_that_come_once() -> None:
