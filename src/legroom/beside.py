@@ -1,7 +1,9 @@
-"""Plans that are made beside the program: in a thread, and in a process of their own where the device asks for that."""
+"""Plans that are made beside the program: in a thread, or in processes of their own where the device asks for that."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,38 +14,62 @@ from legroom.plan import Plan
 from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
 from legroom.schedule import Schedule
 
+# Plans for a hundred sizes, of a second each, are a thousand steps in which worse ones do. One core in four at most:
+# the program has data to load, and may be one of several on this machine.
+MOST_PROCESSES, CORES_A_PROCESS = 4, 4
+
 
 class Beside:
-    """One piece of work after the other. What fails is counted; the program goes on with what it has."""
+    """Pieces of work, in the order in which they are asked for. What fails is counted; the program goes on with what it
+    has."""
 
     def __init__(
-        self, planner: Callable[[Trace, Hardware, int], Plan], fallbacks: Counter[str], *, apart: bool
+        self,
+        planner: Callable[[Trace, Hardware, int], Plan],
+        fallbacks: Counter[str],
+        *,
+        apart: bool,
+        processes: int | None = None,
     ) -> None:
+        """apart: in as many processes as asked for, or as the machine has room for."""
         self._planner = planner
         self._fallbacks = fallbacks
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="legroom-plan")
-        self._apart = PlanProcess() if apart and can_be_sent(planner) else None
+        self._apart = apart and can_be_sent(planner)
+        most = (processes or _processes()) if self._apart else 1
+        self._workers = ThreadPoolExecutor(most, thread_name_prefix="legroom-plan")
+        self._processes: list[PlanProcess] = []  # no more than there is work for at once, and one
+        self._free: list[PlanProcess] = []
+        self._waiting = 0  # pieces of work that nobody has begun
+        self._taking = threading.Lock()  # of these three
+        self._alone = threading.Lock()  # in a thread, two plans take twice as long, and more from the program
         self._closed = False
         self._asked: deque[Future[None]] = deque()
 
     def ask(self, work: Callable[[], None]) -> None:
-        self._asked.append(self._worker.submit(work))
+        with self._taking:
+            self._waiting += 1
+        self._asked.append(self._workers.submit(self._begin, work))
         while self._asked and self._asked[0].done():
             self._hear(self._asked.popleft())
 
     def plan(self, trace: Trace, hardware: Hardware, target_bytes: int) -> tuple[Plan, Schedule | None]:
         """For the work that was asked for: a plan, and its schedule where that is known already."""
-        apart = self._apart
-        if apart is not None:
+        if self._apart:
+            process = self._taken()
             try:
-                return apart.plan(self._planner, trace, hardware, target_bytes)
+                return process.plan(self._planner, trace, hardware, target_bytes)
             except ProcessError as error:
                 if self._closed:
                     raise
-                self._fallbacks[f"planned in a thread: {error}"] += 1
-                self._apart = None
-                apart.close()
-        return self._planner(trace, hardware, target_bytes), None
+                process.close()
+                with self._taking:
+                    if self._apart:
+                        self._fallbacks[f"planned in a thread: {error}"] += 1
+                    self._apart = False
+            finally:
+                self._give_back(process)
+        with self._alone:
+            return self._planner(trace, hardware, target_bytes), None
 
     def settle(self) -> None:
         """Wait for all that was asked for."""
@@ -51,13 +77,42 @@ class Beside:
             self._hear(self._asked.popleft())
 
     def close(self) -> None:
-        self._closed = True
-        apart = self._apart
-        if apart is not None:
-            apart.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        with self._taking:
+            self._closed = True
+            processes = list(self._processes)
+        for process in processes:
+            process.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        with self._taking:
+            self._waiting -= 1
+        work()
+
+    def _taken(self) -> PlanProcess:
+        with self._taking:
+            if self._free:
+                return self._free.pop(0)
+            process = PlanProcess()
+            self._processes.append(process)
+            if self._closed:
+                process.close()
+            return process
+
+    def _give_back(self, process: PlanProcess) -> None:
+        """One stays for the next question. What others take of the host is not for nothing only while work waits."""
+        with self._taking:
+            stays = self._waiting > 0 or not self._free
+            (self._free.append if stays else self._processes.remove)(process)
+        if not stays:
+            process.close()
 
     def _hear(self, asked: Future[None]) -> None:
         error = asked.exception()
         if error is not None:
             self._fallbacks[f"planning in the background failed: {type(error).__name__}: {error}"] += 1
+
+
+def _processes() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_PROCESSES, cores // CORES_A_PROCESS))

@@ -394,6 +394,8 @@ class Following:
 
         def improve() -> None:
             for size, predicted in at:
+                if version != course.version:
+                    return  # while this waited, what it was asked from became doubtful: it would not be taken up
                 trace = with_numbers(template, predicted(True))
                 try:
                     plan, schedule = self._beside.plan(trace, self._hardware(), target)

@@ -237,10 +237,11 @@ def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.Mon
     with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.5)) as room:
         program.train(sizes[:14], room.step)
         following = room._following
-        assert following is not None and following._beside._apart is not None
+        assert following is not None
         following.settle()
-        assert following._beside._apart._child is not None
-        child = following._beside._apart._child.process
+        (process,) = following._beside._processes
+        assert process._child is not None
+        child = process._child.process
         if killed:
             child.kill()
             following.forget_plans()
@@ -255,6 +256,32 @@ def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.Mon
     assert child.poll() is not None
     plain.train(sizes[:14])
     assert_equal(got, plain.train(sizes))
+
+
+def test_plans_that_would_not_be_taken_up_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait one behind the other, and what they were asked from may become doubtful meanwhile."""
+    begun, going_on, made = threading.Event(), threading.Event(), Auto.__call__
+    asked = 0
+
+    def plan(auto: Auto, *args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        begun.set()
+        assert going_on.wait(60)
+        return made(auto, *args)
+
+    monkeypatch.setattr(Auto, "__call__", plan)
+    program = Program("short")
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("short", 0.3)) as room:
+        program.train([*program.sizes(12), program.high, *program.sizes(20)], room.step)
+        following = room._following
+        assert following is not None and begun.wait(60)
+        (way,) = following._ways
+        assert way.course is not None and len(way.course.asked) > 1
+        following.forget_plans()
+        going_on.set()
+        following.settle()
+        assert asked == 1
 
 
 def test_small_inputs_pay_nothing_for_large_ones() -> None:
