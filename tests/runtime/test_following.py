@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import legroom
+from legroom import beside
 from legroom.courses import AT_ONCE, MOST_COURSES
 from legroom.errors import StepError
 from legroom.following import MOST_WAYS
@@ -220,10 +221,11 @@ def test_plans_are_found_by_looking_them_up() -> None:
         assert {edge, smaller} <= dict(course.ladder).keys()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_plans_are_made_in_another_process(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("killed", "processes"), [(False, 1), (True, 1), (False, 3)])
+def test_plans_are_made_in_other_processes(killed: bool, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the program's own Python code is what the device waits for. One that dies is done without."""
     monkeypatch.setattr(CpuDevice, "plans_apart", True)
+    monkeypatch.setattr(beside, "_processes", lambda: processes)
     asked: list[threading.Thread] = []
 
     def plan(auto: Auto, *args: Any) -> Any:
