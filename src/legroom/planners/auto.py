@@ -64,6 +64,7 @@ _MOST_VARIED, _VARIED = 280, 4.5625
 # That far above the bound, it is worth another: for a GPT of 24 layers on the slower preset, at 1 and 2 % of the range,
 # 1.1 % above the bound in place of 10.8 and 7.4 %.
 _FAR, _SMALLER = 0.05, 0.4
+_HALF_IS_ENOUGH = 0.01  # that close, of a plan that will not last
 _NEAR = 5e-3  # that close, greedy searches find nothing faster
 _NEARER = 1e-3  # that close, annealing for longer than all the rest takes can gain no more than that
 _CLOSE = 5e-4  # that close, another program is not worth its time
@@ -99,7 +100,7 @@ class Auto:
         if evaluator.judge(kept, budget_bytes)[2] == 0:
             plan = evaluator.plan(kept, planner="auto", budget_bytes=budget_bytes, notes=("everything is kept",))
             return replace(plan, lower_bound_seconds=plan.predicted_seconds if self.bound else None)
-        # Of many gaps, the program and a full search take a second each, where half of both is 0.2 % slower at most.
+        # Of many gaps, the program and a full search take a second each; near the bound half of both is as good.
         brief = evaluator.gaps > _MOST_GREEDY and not (self.thorough or self.bound)
         search = Search(evaluator, budget_bytes, self.evaluations // (2 if brief else 1))
         if not search.feasible:
@@ -107,6 +108,8 @@ class Auto:
         relaxed = bound_of(evaluator.tables, budget_bytes, most_ticks=_COARSE_TICKS if brief else _TICKS)
         lowest_ns = relaxed.seconds * 1e9
         search.start_from("the linear program", rounded(relaxed))
+        if search.best_ns > lowest_ns * (1 + _HALF_IS_ENOUGH):
+            search.most = self.evaluations
         if self.start is not None:
             check_fits(trace, self.start)
             search.start_from("the plan for more", _codes(self.start))
