@@ -96,10 +96,11 @@ def unnoticed() -> Iterator[None]:
 
 
 class ProfilerLog:
-    """The CPU allocator's events, from the profiler; with `ops`, backward's shapes as well."""
+    """The CPU allocator's events, from the profiler; with `ops`, backward's shapes as well, unless they are known: to
+    write them down takes a third of the time of such a log."""
 
-    def __init__(self, *, ops: bool, blocks: bool = False) -> None:
-        self._profile = _profiler(cuda=False, shapes=ops)
+    def __init__(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> None:
+        self._profile = _profiler(cuda=False, shapes=ops and shapes)
         self._blocks = blocks
         self._running = False
 
@@ -125,9 +126,9 @@ class SampledLog:
     """The CUDA allocator's counters, read at every mark; with `ops`, the profiler's ops and kernel times, and with
     `blocks`, the allocator's history, as well."""
 
-    def __init__(self, index: int, *, ops: bool, blocks: bool = False) -> None:
+    def __init__(self, index: int, *, ops: bool, shapes: bool = True, blocks: bool = False) -> None:
         self._index = index
-        self._profile = _profiler(cuda=True, shapes=True) if ops else None
+        self._profile = _profiler(cuda=True, shapes=shapes) if ops else None
         self._history = History(index) if blocks else None
         self._events: list[Event] = []
         self._last = 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from legroom.blocks import requests_of
-from legroom.curve import Curve, RunOp
+from legroom.curve import Curve
 from legroom.errors import TraceError
 from legroom.ir import Kind, Op, Storage, Tick, Trace, validate
 from legroom.runtime.census import Census
@@ -78,8 +78,7 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
     issue_seconds = _ISSUE_SECONDS[device]
     seconds = less(op_seconds(recorder, curve), earlier)
     ops: list[Op] = []
-    for run in curve.ops:
-        key = _signature(recorder, run)
+    for run, key in zip(curve.ops, _signatures(recorder, curve), strict=True):
         if run.seen < 0:
             ops.append(
                 Op(
@@ -117,11 +116,26 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
     return ops
 
 
-def _signature(recorder: Recorder, run: RunOp) -> tuple[str, str]:
-    if run.seen < 0:
-        return run.name, run.shapes
-    seen = recorder.ops[run.seen]
-    return seen.name, seen.shapes
+def _signatures(recorder: Recorder, curve: Curve) -> list[tuple[str, str]]:
+    """Of each op, its name and what those have in common that take the same time."""
+    # What had the same shapes at another size has the same here, but not those.
+    other = "at another size: " if recorder.follows else ""
+    forward = [(seen.name, seen.shapes) for seen in recorder.ops]
+    backward = iter([(name, other + shapes) for name, shapes in backward_of(recorder, curve)])
+    return [forward[run.seen] if run.seen >= 0 else next(backward) for run in curve.ops]
+
+
+def backward_of(recorder: Recorder, curve: Curve) -> Sequence[tuple[str, str]]:
+    """Names and shapes of the ops in backward. In a step that followed others, the shapes that they had there; where it
+    went another way each op stands for itself."""
+    runs = [run for run in curve.ops if run.seen < 0]
+    if not recorder.follows:
+        return [(run.name, run.shapes) for run in runs]
+    names = [run.name for run in runs]
+    for outline in recorder.followed():
+        if [name for name, _ in outline.backward] == names:
+            return outline.backward
+    return [(name, f"run {number}") for number, name in enumerate(names)]
 
 
 def op_seconds(recorder: Recorder, curve: Curve) -> dict[tuple[str, str], float]:
@@ -129,8 +143,8 @@ def op_seconds(recorder: Recorder, curve: Curve) -> dict[tuple[str, str], float]
     have the ops of the step."""
     runs: dict[tuple[str, str], list[float]] = defaultdict(list)
     if sum(op.seen >= 0 for op in curve.ops) == len(recorder.ops):
-        for run in curve.ops:
-            runs[_signature(recorder, run)].append(run.seconds)
+        for run, signature in zip(curve.ops, _signatures(recorder, curve), strict=True):
+            runs[signature].append(run.seconds)
     return {key: statistics.median(values) for key, values in runs.items()}
 
 

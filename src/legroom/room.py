@@ -25,7 +25,7 @@ from legroom.admission import (
     out_of_memory,
     over_budget,
 )
-from legroom.assembling import OpSeconds, assemble, less, op_seconds
+from legroom.assembling import OpSeconds, assemble, backward_of, less, op_seconds
 from legroom.courses import Recorded
 from legroom.errors import BudgetError, LegroomError, StepError, TraceError
 from legroom.following import DRIFT_WINDOW_STEPS, DRIFTS, REACTIVE_STEPS, Following
@@ -335,9 +335,8 @@ class Room:
             return
         if run.began_with_call and self._call is not None:
             recorder, peak = run.recorder, run.curve.measured_peak_bytes
-            self._recorded = Recorded(
-                self._call, trace, run.alive_bytes, peak, recorder.outline(), proven=not recorder.follows
-            )
+            outline = recorder.outline(backward_of(recorder, run.curve))
+            self._recorded = Recorded(self._call, trace, run.alive_bytes, peak, outline, proven=not recorder.follows)
         if self._following is None:
             self._standing.plan_for(trace, run.alive_bytes)
         elif self._recorded is not None:

@@ -153,3 +153,20 @@ def test_where_another_op_comes_proofs_begin(monkeypatch: pytest.MonkeyPatch) ->
     changed = [op for op in longer.model.template.ops if "changed by something" in op.why_not]
     assert [op.name for op in changed] == ["aten.ones.default", "legroom.unseen_write"]
     assert "a replay gave other bits and was not used" not in report.fallbacks
+
+
+def test_ops_of_backward_are_timed_together_as_at_the_size_that_was_proven() -> None:
+    """Their shapes are written down there alone. One run by itself is noise."""
+    (course,), _ = both(Net, SIZES)
+    assert course.outline is not None and len(course.model._samples) > 2
+    places = [op.id for op in course.model.template.ops if op.phase == "backward"]
+    assert [course.model.template.ops[place].name for place in places] == [name for name, _ in course.outline.backward]
+    together: dict[tuple[str, str], list[int]] = {}
+    for place, signature in zip(places, course.outline.backward, strict=True):
+        together.setdefault(signature, []).append(place)
+    assert len(together) > 3 and max(map(len, together.values())) > 1
+    for sample in course.model._samples.values():
+        seconds = sample.numbers.seconds
+        for same in together.values():
+            assert len(set(seconds[same].tolist())) == 1
+        assert len(set(seconds[places].tolist())) > 3

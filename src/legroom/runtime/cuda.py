@@ -203,8 +203,8 @@ class CudaDevice:
         ]
         return pieces_of(own)
 
-    def log(self, *, ops: bool, blocks: bool = False) -> Log:
-        return SampledLog(self.index, ops=ops, blocks=blocks)
+    def log(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> Log:
+        return SampledLog(self.index, ops=ops, shapes=shapes, blocks=blocks)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{self.index}")

@@ -86,12 +86,13 @@ class SeenTick:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What was proven of each op of a step, in their order."""
+    """What was proven of each op of a step, in their order. backward: names and shapes of the ops that ran there."""
 
     names: tuple[str, ...]
     why_not: tuple[str, ...]
     short: tuple[bool, ...]
     unrepeated: Mapping[int, tuple[int, ...]]  # by op, which of its outputs
+    backward: tuple[tuple[str, str], ...]
 
 
 class Recorder:
@@ -235,7 +236,11 @@ class Recorder:
         """Whether bytes are held against what they were."""
         return self.proving and not self._outlines
 
-    def outline(self) -> Outline | None:
+    def followed(self) -> list[Outline]:
+        """The steps that this one was like from its first op to its last."""
+        return [outline for outline in self._outlines if len(outline.names) == len(self.ops)]
+
+    def outline(self, backward: Sequence[tuple[str, str]]) -> Outline | None:
         """For steps at other sizes; None where they have to be proven, too."""
         if not self.proving or self._surprised:
             return None
@@ -244,6 +249,7 @@ class Recorder:
             tuple(op.why_not for op in self.ops),
             tuple(op.short for op in self.ops),
             self._unrepeated_at,
+            tuple(backward),
         )
 
     def _note_unrepeated(self, result: Any) -> None:

@@ -195,7 +195,8 @@ class ShelteredStep:
             self._stack.enter_context(module_paths(setting.model, self.recorder))
         if measured:
             self._stack.enter_context(optimizer_phase(self._optimizer_begins, self._optimizer_ends))
-            self._log = setting.ledger.device.log(ops=self.recording, blocks=self.recording and self._blocks)
+            device, recording = setting.ledger.device, self.recording
+            self._log = device.log(ops=recording, shapes=not self._outlines, blocks=recording and self._blocks)
             self._log.start()
         shelter = self.shelter
         self._stack.enter_context(
