@@ -34,6 +34,7 @@ from legroom.runtime.calls import Lesson
 from legroom.runtime.inputs import Call, InputWatch, Signature, call_of, remarks
 from legroom.runtime.knownsizes import KnownAt, KnownSizes, Proof
 from legroom.runtime.program import Program
+from legroom.runtime.recorder import Outline
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.sizes import SizeModel, structure_of, with_numbers
@@ -85,6 +86,7 @@ class Following:
         self._known_sizes = KnownSizes()
         # Plans are many, and made while the program trains.
         self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
+        self.outline: Outline | None = None  # of ops that were proven before sizes were seen to vary
         self._arrived: deque[tuple[Course, int, Features, Rung]] = deque()
         # of the step that runs
         self._call: Call | None = None
@@ -181,7 +183,8 @@ class Following:
             most += way.steps // STEPS_A_LESSON
         if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
-            outlines = [course.outline for course in way.courses if course.outline is not None]
+            known = [course.outline for course in way.courses] or [self.outline]
+            outlines = [outline for outline in known if outline is not None]
             # What one size asks of the allocator, block by block, says nothing of others.
             return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
@@ -553,6 +556,7 @@ class Following:
         """An op gave other bits when it was replayed: what was learned took it for replayable."""
         self.forget_plans()
         self._ways.clear()
+        self.outline = None
 
     # report
 

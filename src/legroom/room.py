@@ -44,6 +44,7 @@ from legroom.runtime.checking import Check
 from legroom.runtime.device import Device
 from legroom.runtime.executor import Executor
 from legroom.runtime.inputs import Call, InputWatch, call_of, can_be_watched, remarks
+from legroom.runtime.recorder import Outline
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import Habits, IdleStep, PlannedStep, Setting, ShelteredStep
 from legroom.standing import Standing
@@ -171,6 +172,7 @@ class Room:
         self._op_seconds: OpSeconds = {}  # in the last sheltered step, or the one before if that took less
         self._call: Call | None = None  # of the last step, the first one
         self._recorded: Recorded | None = None  # the last one, if it began with that call
+        self._outline: Outline | None = None  # of one that did not, from the call on
         self._closed = False
 
     @property
@@ -333,9 +335,13 @@ class Room:
         except TraceError as error:
             self._setting.fallbacks[f"the step could not be recorded: {error}"] += 1
             return
-        if run.began_with_call and self._call is not None:
-            recorder, peak = run.recorder, run.curve.measured_peak_bytes
-            outline = recorder.outline(backward_of(recorder, run.curve))
+        recorder, peak = run.recorder, run.curve.measured_peak_bytes
+        outline = recorder.outline(backward_of(recorder, run.curve))
+        if run.ops_before_call:
+            self._outline = outline.without_first(run.ops_before_call) if outline is not None else None
+            if self._following is not None:
+                self._following.outline = self._outline
+        elif self._call is not None:
             self._recorded = Recorded(self._call, trace, run.alive_bytes, peak, outline, proven=not recorder.follows)
         if self._following is None:
             self._standing.plan_for(trace, run.alive_bytes)
@@ -363,6 +369,7 @@ class Room:
             self._following = Following(
                 self._setting, self.budget_bytes, usable_bytes, self._planner, self._priced, hardware
             )
+            self._following.outline = self._outline
             self._standing.give_up()
             self._sheltered_since_drift, self._sheltered_until = SHELTERED_STEPS, 0
             if self._recorded is not None:

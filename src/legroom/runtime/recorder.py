@@ -94,6 +94,11 @@ class Outline:
     unrepeated: Mapping[int, tuple[int, ...]]  # by op, which of its outputs
     backward: tuple[tuple[str, str], ...]
 
+    def without_first(self, count: int) -> Outline:
+        """Of a step that begins after so many ops of this one."""
+        unrepeated = {op - count: outputs for op, outputs in self.unrepeated.items() if op >= count}
+        return Outline(self.names[count:], self.why_not[count:], self.short[count:], unrepeated, self.backward)
+
 
 class Recorder:
     """Storages, ops and ticks of one step."""

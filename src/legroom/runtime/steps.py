@@ -145,7 +145,7 @@ class ShelteredStep:
         self.census: Census | None = None
         self.curve: Curve | None = None
         self.alive_bytes = 0  # when it began
-        self.began_with_call = True  # no op ran before the model was called
+        self.ops_before_call = 0  # that ran before the model was called
         self._ticks_before_optimizer: int | None = None
         self._proving = proving
         self._blocks = blocks
@@ -157,7 +157,7 @@ class ShelteredStep:
         if hooks is None or hooks[0] != self.shelter.pack:
             watch.under_hooks = True
         if number == 0 and self.recorder is not None:
-            self.began_with_call = not self.recorder.ops
+            self.ops_before_call = len(self.recorder.ops)
             if self.recorder.ticks:
                 watch.under_hooks = True  # what saves before the call cannot be decided at the call
 
