@@ -338,7 +338,9 @@ class Room:
         recorder, peak = run.recorder, run.curve.measured_peak_bytes
         outline = recorder.outline(backward_of(recorder, run.curve))
         if run.ops_before_call:
-            self._outline = outline.without_first(run.ops_before_call) if outline is not None else None
+            # Of a closure's ops none counts as replayable here. A step that begins with the call sees no optimizer.
+            usable = outline if not run.called_in_optimizer else None
+            self._outline = usable.without_first(run.ops_before_call) if usable is not None else None
             if self._following is not None:
                 self._following.outline = self._outline
         elif self._call is not None:

@@ -146,6 +146,7 @@ class ShelteredStep:
         self.curve: Curve | None = None
         self.alive_bytes = 0  # when it began
         self.ops_before_call = 0  # that ran before the model was called
+        self.called_in_optimizer = False  # from a closure
         self._ticks_before_optimizer: int | None = None
         self._proving = proving
         self._blocks = blocks
@@ -158,6 +159,7 @@ class ShelteredStep:
             watch.under_hooks = True
         if number == 0 and self.recorder is not None:
             self.ops_before_call = len(self.recorder.ops)
+            self.called_in_optimizer = self.recorder.phase == "optimizer"
             if self.recorder.ticks:
                 watch.under_hooks = True  # what saves before the call cannot be decided at the call
 
