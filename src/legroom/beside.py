@@ -61,14 +61,16 @@ class Beside:
             except ProcessError as error:
                 if self._closed:
                     raise
-                process.close()
                 with self._taking:
                     if self._apart:
                         self._fallbacks[f"planned in a thread: {error}"] += 1
                     self._apart = False
+                self._end_idle()
             finally:
                 self._give_back(process)
         with self._alone:
+            if self._closed:
+                raise ProcessError("planning was ended")
             return self._planner(trace, hardware, target_bytes), None
 
     def settle(self) -> None:
@@ -87,6 +89,7 @@ class Beside:
     def _begin(self, work: Callable[[], None]) -> None:
         with self._taking:
             self._waiting -= 1
+        self._end_idle()
         work()
 
     def _taken(self) -> PlanProcess:
@@ -100,11 +103,17 @@ class Beside:
             return process
 
     def _give_back(self, process: PlanProcess) -> None:
-        """One stays for the next question. What others take of the host is not for nothing only while work waits."""
         with self._taking:
-            stays = self._waiting > 0 or not self._free
-            (self._free.append if stays else self._processes.remove)(process)
-        if not stays:
+            self._free.append(process)
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        """One stays for the next question, and more only while work waits: they take memory of the host."""
+        with self._taking:
+            stay = 0 if not self._apart else len(self._free) if self._waiting else 1
+            idle, self._free = self._free[stay:], self._free[:stay]
+            self._processes = [process for process in self._processes if process not in idle]
+        for process in idle:
             process.close()
 
     def _hear(self, asked: Future[None]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from legroom.ir import Trace
-from legroom.ladder import Features, Ladder, Shelf, covers, rounded_up
+from legroom.ladder import MOST_RUNGS, Features, Ladder, Shelf, covers, rounded_up
 from legroom.peaks import Peaks
 from legroom.plan import Plan
 from legroom.planners.responsive import Responsive
@@ -22,7 +22,6 @@ from legroom.runtime.recorder import Outline
 from legroom.schedule import Schedule
 from legroom.sizes import SizeModel
 
-MOST_RUNGS = 128  # plans for one structure: those of a T5-base take 3 MB of the host each
 # Plans are for sizes rounded up to one of so many an octave; half as many where so many plans had to go for others.
 # With two dimensions of four octaves, eight are 1,000 plans: all but the last 128 would be made again and again, and
 # most inputs be served by one that is much too large.
@@ -114,7 +113,8 @@ class Course:
     def put(self, edge: Features, rung: Rung) -> None:
         gone = self.ladder.add(edge, rung)
         self._forget_peaks({edge, *gone})
-        self.asked.difference_update(gone)  # may be asked for again
+        if self.an_octave > 1:  # else there are too many sizes for it ever to end
+            self.asked.difference_update(gone)  # may be asked for again
 
     def _forget_peaks(self, edges: Set[Features]) -> None:
         """Another plan for the same size takes other amounts at smaller ones."""

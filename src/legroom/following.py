@@ -86,7 +86,8 @@ class Following:
         self._known_sizes = KnownSizes()
         # Plans are many, and made while the program trains.
         self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
-        self.outline: Outline | None = None  # of ops that were proven before sizes were seen to vary
+        # Of ops that were proven before sizes were seen to vary, and in which way the model was called.
+        self.outline: tuple[object, Outline] | None = None
         self._arrived: deque[tuple[Course, int, Features, Rung]] = deque()
         # of the step that runs
         self._call: Call | None = None
@@ -183,8 +184,9 @@ class Following:
             most += way.steps // STEPS_A_LESSON
         if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
-            known = [course.outline for course in way.courses] or [self.outline]
-            outlines = [outline for outline in known if outline is not None]
+            outlines = [course.outline for course in way.courses if course.outline is not None]
+            if not way.courses and self.outline is not None and self.outline[0] == call.kind:
+                outlines = [self.outline[1]]
             # What one size asks of the allocator, block by block, says nothing of others.
             return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Features = tuple[int, ...]
+MOST_RUNGS = 128  # plans for one structure: those of a T5-base take 3 MB of the host each
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -104,9 +105,10 @@ class Shelf(Generic[K, T]):
         self._served.clear()
 
 
-def _volume(features: Features) -> int:
-    """By this, not by the sum: twice as large in a small dimension is as loose a fit as in a large one."""
-    return math.prod(max(1, size) for size in features)
+def _volume(features: Features) -> tuple[int, int]:
+    """Not the sum: twice as large in a small dimension is as loose a fit as in a large one. By the sum only what has no
+    volume, so that what covers another never comes before it."""
+    return math.prod(max(1, size) for size in features), sum(features)
 
 
 def covers(edge: Features, features: Features) -> bool:

@@ -172,7 +172,7 @@ class Room:
         self._op_seconds: OpSeconds = {}  # in the last sheltered step, or the one before if that took less
         self._call: Call | None = None  # of the last step, the first one
         self._recorded: Recorded | None = None  # the last one, if it began with that call
-        self._outline: Outline | None = None  # of one that did not, from the call on
+        self._outline: tuple[object, Outline] | None = None  # of one that did not, from the call on; and which call
         self._closed = False
 
     @property
@@ -259,7 +259,7 @@ class Room:
     def _distrust(self, ops: list[str]) -> None:
         """What was recorded took these for replayable."""
         self._setting.distrusted.update(ops)
-        self._recorded = None
+        self._recorded = self._outline = None
         if self._following is not None:
             self._following.forget()
         self._record_again()
@@ -339,8 +339,9 @@ class Room:
         outline = recorder.outline(backward_of(recorder, run.curve))
         if run.ops_before_call:
             # Of a closure's ops none counts as replayable here. A step that begins with the call sees no optimizer.
-            usable = outline if not run.called_in_optimizer else None
-            self._outline = usable.without_first(run.ops_before_call) if usable is not None else None
+            self._outline = None
+            if outline is not None and self._call is not None and not run.called_in_optimizer:
+                self._outline = self._call.kind, outline.without_first(run.ops_before_call)
             if self._following is not None:
                 self._following.outline = self._outline
         elif self._call is not None:

@@ -15,7 +15,8 @@ from legroom import beside, planprocess
 from legroom.beside import MOST_PROCESSES, Beside
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
-from legroom.hardware import PRESETS
+from legroom.hardware import PRESETS, Hardware
+from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planners import quick
 from legroom.planners.auto import Auto
@@ -115,7 +116,45 @@ def test_where_one_dies_the_rest_is_planned_in_a_thread(pids: list[int]) -> None
     assert found == {budget: QUICK(TRACE, H200, budget) for budget in budgets(6)}
     ((reason, times),) = fallbacks.items()
     assert reason.startswith("planned in a thread: ") and times == 1
+    assert gone(pids)  # nobody would ask them again
     plans.close()
+
+
+def test_what_waits_for_something_else_keeps_no_process(pids: list[int]) -> None:
+    """Not all work is a plan in the end."""
+    plans, found = Beside(QUICK, Counter(), apart=True, processes=3), dict[int, Plan]()
+    for budget in budgets(3):
+        plans.ask(asked(plans, budget, found))
+    for _ in range(30):
+        plans.ask(lambda: time.sleep(0.2))
+    plans.settle()
+    assert len(found) == 3 and len(plans._processes) == 1
+    plans.close()
+
+
+def test_once_ended_no_plan_is_begun_in_a_thread() -> None:
+    """Those that wait for each other there would be waited for, one by one."""
+    begun, going_on = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def planner(trace: Trace, hardware: Hardware, budget: int) -> Plan:
+        made.append(budget)
+        begun.set()
+        assert going_on.wait(WAIT_SECONDS)
+        return QUICK(trace, hardware, budget)
+
+    plans, found = Beside(QUICK, Counter(), apart=True, processes=3), dict[int, Plan]()
+    plans._apart, plans._planner = False, planner  # as after a process that died, when others were at work
+    for budget in budgets(3):
+        plans.ask(asked(plans, budget, found))
+    assert begun.wait(WAIT_SECONDS)
+    ending = threading.Thread(target=plans.close)
+    ending.start()
+    while not plans._closed:
+        time.sleep(0.01)
+    going_on.set()
+    ending.join(WAIT_SECONDS)
+    assert not ending.is_alive() and len(made) == len(found) == 1
 
 
 def test_it_can_be_ended_while_plans_are_made(pids: list[int]) -> None:

@@ -34,6 +34,15 @@ def test_a_plan_that_is_loose_in_one_dimension_is_not_taken_for_a_small_one() ->
     assert ladder.find((0, 16)) == ((448, 16), "half as much more in the first")
 
 
+def test_of_sizes_without_volume_the_one_that_is_covered_comes_first() -> None:
+    ladder = Ladder[str](most=2)
+    ladder.add((1, 5), "one row")
+    ladder.add((0, 5), "no row")
+    assert ladder.find((0, 5)) == ((0, 5), "no row")
+    ladder.add((0, 4), "fewer")
+    assert ladder.find((1, 5)) == ((1, 5), "one row")
+
+
 def test_what_was_used_least_recently_goes_first_and_the_largest_never() -> None:
     ladder = Ladder[str](most=3)
     for edge, what in (((9,), "largest"), ((1,), "a"), ((3,), "b")):

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from legroom.courses import FINEST, MOST_RUNGS, Course, Rung
+from legroom.courses import FINEST, Course, Rung
 from legroom.hardware import PRESETS
-from legroom.ladder import Features
+from legroom.ladder import MOST_RUNGS, Features
 from legroom.peaks import Peaks
 from legroom.planners import named
 from legroom.runtime.program import Program
@@ -42,7 +42,9 @@ def looseness(course: Course, rung: Rung, features: Features) -> tuple[float, bo
     return max(e / f for e, f in zip(edge, features, strict=True)), goal is not None
 
 
-@pytest.mark.parametrize(("low", "high"), [((32,), (512,)), ((32, 16), (512, 128)), ((32, 32, 32), (512, 512, 512))])
+@pytest.mark.parametrize(
+    ("low", "high"), [((32,), (512,)), ((32, 16), (512, 128)), ((32, 32, 32), (512, 512, 512)), ((32,) * 4, (512,) * 4)]
+)
 def test_plans_come_to_an_end(low: Features, high: Features) -> None:
     """However many dimensions vary: where there is no room for plans of every size, they are for fewer sizes."""
     course, rung = course_and_rung(low, high)
@@ -52,6 +54,8 @@ def test_plans_come_to_an_end(low: Features, high: Features) -> None:
     seen = [looseness(course, rung, features) for features in drawn]
     assert sum(asked for _, asked in seen) < 8 * MOST_RUNGS
     assert sum(asked for _, asked in seen[-2000:]) < MOST_RUNGS // 2
+    if len(high) == 4:
+        return  # too many sizes for plans of each: what goes is not made again
     # What is found is no looser than what is asked for, nearly always.
     tight = sum(loose <= 1 + 1 / course.an_octave for loose, _ in seen[-2000:])
     assert tight > 1900

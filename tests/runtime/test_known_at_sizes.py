@@ -15,6 +15,7 @@ import torch
 
 import legroom
 from legroom.hardware import PRESETS
+from legroom.ladder import MOST_RUNGS
 from legroom.runtime import lifting
 from legroom.runtime.calls import Called, Lesson
 from legroom.runtime.device import CpuDevice
@@ -528,6 +529,17 @@ def test_what_is_not_fit_for_a_plan_is_neither_known_nor_learned() -> None:
     learned_at(known, 20, 50, 32)
     step = known.at(LESSON, 1, VARIANTS, (4, 41), lambda place, call: place != 2)
     assert calls_of(step).keys() == step.told.keys() == {1, 3} and not step.learns
+
+
+def test_what_is_known_outlasts_the_plans_of_a_course() -> None:
+    """Used in turn, each needing something else."""
+    known = KnownSizes()
+    plans = [[Variant(place, (number, place), (), (None, None)) for place in range(3)] for number in range(MOST_RUNGS)]
+    for turn in range(3):
+        for number, plan in enumerate(plans):
+            step = at(known, 41, plan, number)
+            assert (step.call(1) is None) is (turn == 0)
+            step.learned({place: call(41) for place in step.learns})
 
 
 def test_what_is_known_is_bounded() -> None:

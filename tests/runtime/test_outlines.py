@@ -132,6 +132,32 @@ def test_the_ops_of_one_step_are_proven_and_those_of_the_next_ones_are_not(half_
     assert len(ops["legroom.unrepeated"].writes) == 2
 
 
+def test_proofs_of_one_way_to_call_the_model_are_none_of_another(half_op: Any) -> None:
+    """Its ops may have the same names and do something else."""
+
+    class Either(Net):
+        def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+            return super().forward(x) * (2 if twice else 1)
+
+    torch.manual_seed(0)
+    net = Either(half_op)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    budget = half_way(lambda: train(net, optimizer, nullcontext, [1000]), net, optimizer)
+    ran: dict[bool, list[int]] = {False: [], True: []}
+    with legroom.fit(net, optimizer, budget=budget) as room:
+        for twice, rows in itertools.product((False, True), SIZES[:4]):
+            before, x = len(half_op.ran), torch.randn(rows, WIDTH)
+            with room.step():
+                given = x.square()
+                net(given, twice=twice).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ran[twice].append(len(half_op.ran) - before)
+        assert room._following is not None and len(list(room._following._ways)) == 2
+    assert ran[False][:3] == [1, 2, 1]
+    assert ran[True][:2] == [2, 1]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("when", ["recorded", "never recorded"])
 def test_what_was_not_proven_at_a_size_is_held_against_the_real_bytes(

@@ -16,6 +16,7 @@ from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
+from legroom.ladder import MOST_RUNGS
 from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.lifting import Finder, LiftedCall, Sizes, Tellers, Unsure
 
@@ -28,8 +29,8 @@ MOST_EXACT = 64  # sizes of one call at which it is known as it was
 MOST_MISSES = 8  # calls that were not as they were told; from then on none is told
 MOST_MET = 4096
 MOST_LESSONS = 8
-MOST_PLANS = 64  # of one op sequence
-MOST_STEPS = 256  # of different sizes, or under different plans
+MOST_PLANS = 2 * MOST_RUNGS  # of one op sequence: what is known goes with the last plan that needs it
+MOST_STEPS = 2 * MOST_PLANS  # of different sizes, or under different plans
 
 _editions = itertools.count()
 Fits = Callable[[int, KnownCall], bool]
