@@ -51,6 +51,7 @@ CHECKS = frozenset(4**power for power in range(3, 20))
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
 GROWN = 1.01  # of what a plan is to take at most
+LESS = 0.97  # of what a plan was to take under which a step ran out of memory: what the next one may
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
 # Of the budget: where a reactive step stayed below, one that is no larger is not held against it. Such steps go one way
 # and then another: with four times as much it is still inside.
@@ -83,6 +84,7 @@ class Following:
         self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
         self._steps = 0
         self._may_idle = self._device.has_cap
+        self._most_bytes = budget_bytes  # that any plan may take, whatever it leaves in reserve
         self._known_sizes = KnownSizes()
         # Plans are many, and made while the program trains.
         self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
@@ -93,6 +95,7 @@ class Following:
         self._call: Call | None = None
         self._way: Way | None = None
         self._alive_bytes = 0
+        self._more_bytes = 0  # alive beside what its plan knows of
         self._planning_seconds = 0.0
         self._instead: dict[int, tuple[Course, Rung]] = {}  # by program, what the step may turn out to be
         self.rung: Rung | None = None  # the last one that ran
@@ -193,7 +196,7 @@ class Following:
         return self._reactive(call, way)
 
     def _planned(self, call: Call, way: Way, course: Course, more_bytes: int) -> Decided:
-        features = call.features
+        features, self._more_bytes = call.features, more_bytes
         found = course.ladder.find(features)
         if (found is None or not found[1].program.idle) and self._needs_no_plan(call, course, more_bytes):
             self._hits += 1
@@ -348,7 +351,7 @@ class Following:
         # Near the floor a plan without anything in reserve is better than none, and one with a little better than that.
         usable, budget = self._usable_bytes(), self._budget_bytes
         for most in dict.fromkeys((usable - reserve, usable, (usable + budget) // 2, budget)):
-            target = most - more_bytes
+            target = min(most, self._most_bytes) - more_bytes
             decisions = self._responsive(course).decide(numbers, target)
             if decisions is not None:
                 trace = with_numbers(course.model.template, numbers)
@@ -395,7 +398,7 @@ class Following:
         course.asked.add(sizes[0])
         template, reserve, sure = model.template, model.reserve_bytes(), model.sizes_are_sure()
         at = [(size, model.predicting(size)) for size in sizes]
-        target, version = self._usable_bytes() - reserve, course.version
+        target, version = min(self._usable_bytes() - reserve, self._most_bytes), course.version
 
         def improve() -> None:
             for size, predicted in at:
@@ -546,6 +549,10 @@ class Following:
             self._may_idle = False
         elif self._way is not None and self._way.course is not None:
             self._way.course.all_hooks = True  # what is saved may be more than it was
+            if self.rung is not None:
+                # Near the floor plans go beyond what is usable, and without this the same one would be made again.
+                peak = self.rung.peak_bytes + self._more_bytes
+                self._most_bytes = min(self._most_bytes, int(peak * LESS))
         self.forget_plans()
 
     def forget_plans(self) -> None:

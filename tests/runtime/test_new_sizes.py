@@ -7,6 +7,7 @@ that tensor is another one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -262,6 +263,39 @@ def test_plans_become_smaller_only_where_one_ran_out(when: str, monkeypatch: pyt
         planned = when == "after the call"
         assert (brim.usable_bytes < before) == planned
         assert ("a planned step ran out of memory: planned again for less" in room.report().fallbacks) == planned
+
+
+def test_a_plan_under_which_a_step_ran_out_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the floor plans leave nothing in reserve. At last there is none, and the step is taken as it comes."""
+    net, optimizer = built(frozenset())
+
+    def longest() -> None:
+        net(torch.randn(1000, 64)).square().mean().backward()
+        optimizer.zero_grad()
+
+    floor = legroom.floor_bytes(legroom.capture(longest, model=net, optimizer=optimizer))
+    monkeypatch.setattr(legroom.room, "open_device", lambda *_: Capped())
+    net, optimizer = built(frozenset())
+    peaks: list[int] = []
+    with legroom.fit(net, optimizer, budget=int(floor / 0.88)) as room:
+        for rows in (1000, 700, 900, 600, 800, 1000, 1000):
+            with room.step():
+                net(torch.randn(rows, 64)).square().mean().backward()
+                optimizer.zero_grad()
+        following, brim = room._following, room._standing.brim
+        assert following is not None and brim is not None and following.rung is not None
+        assert following.rung.peak_bytes > brim.usable_bytes
+        while following._rows[-1].course == "planned" and len(peaks) < 20:
+            peaks.append(following.rung.peak_bytes)
+            with pytest.raises(torch.OutOfMemoryError), room.step():  # noqa: PT012
+                net(torch.randn(1000, 64))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More words")
+            optimizer.zero_grad()
+            with room.step():
+                net(torch.randn(1000, 64)).square().mean().backward()
+                optimizer.zero_grad()
+    assert 0 < len(peaks) < 20
+    assert all(after <= 0.97 * before for before, after in itertools.pairwise(peaks))
 
 
 def test_calls_behind_backward_may_come_or_not() -> None:
