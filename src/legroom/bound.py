@@ -261,7 +261,8 @@ class Relaxation:
         # All gaps with a segment of their own, also those that this program does not look at.
         real = self.tables.gaps[self.tables.gaps[:, t.G_START] < self.tables.gaps[:, t.G_END]]
         copies = real[:, t.G_BYTES].sum() * a_byte + 2 * rates[t.R_LATENCY] * len(real)
-        swaps = self._host_ns(t.H_SWAP_OUT, t.H_RELEASE, t.H_PREFETCH, t.H_AWAIT) * len(real)
+        leaves = max(self._host_ns(t.H_SWAP_OUT, t.H_RELEASE), self._host_ns(t.H_DROP))  # where an earlier copy serves
+        swaps = (leaves + self._host_ns(t.H_PREFETCH, t.H_AWAIT)) * len(real)
         return float(self.plain_ns + swaps + copies * (1.0 + rates[t.R_SHARE])) / self.unit_ns + 1.0
 
     def _host_ns(self, *kinds: int) -> int:

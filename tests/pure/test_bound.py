@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from legroom import traceio
@@ -76,6 +76,11 @@ def test_no_plan_of_any_kind_is_below_the_bound(data: st.DataObject) -> None:
     assert lower_bound(trace, hardware, peak, most_ticks=data.draw(st.sampled_from((2, 6, 1000)))).seconds <= seconds
 
 
+# What an earlier copy serves.
+SLOW_TO_DROP = dataclasses.replace(link(3.3e9), latency_seconds=0.0, host=HostCosts(drop=80e-6))
+
+
+@example(make_trace(0, forward=1), SLOW_TO_DROP, 2)
 @given(traces(), hardwares(), st.sampled_from((2, 6, 1000)))
 @settings(max_examples=15, deadline=None)
 def test_the_program_has_room_for_a_plan_that_waits_for_every_copy(
