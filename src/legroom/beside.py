@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from legroom.hardware import Hardware
+from legroom.hardware import Hardware, cores
 from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
@@ -65,7 +64,6 @@ class Beside:
                     if self._apart:
                         self._fallbacks[f"planned in a thread: {error}"] += 1
                     self._apart = False
-                self._end_idle()
             finally:
                 self._give_back(process)
         with self._alone:
@@ -123,5 +121,4 @@ class Beside:
 
 
 def _processes() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_PROCESSES, cores // CORES_A_PROCESS))
+    return max(1, min(MOST_PROCESSES, cores() // CORES_A_PROCESS))

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from legroom.errors import LegroomError
+from legroom.hardware import cores
 from legroom.probing import memory_bytes, probe
 from legroom.units import format_bytes, format_seconds
 
@@ -61,12 +62,12 @@ def _software() -> list[Row]:
 
 def _memory() -> list[Row]:
     total, available = memory_bytes()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    single = cores == 1
+    usable = cores()
+    single = usable == 1
     return [
         Row(
             "CPU cores",
-            f"{cores} for this process, torch uses {torch.get_num_threads()}",
+            f"{usable} for this process, torch uses {torch.get_num_threads()}",
             "warn" if single else "ok",
             "copies run on threads; with one core they run instead of compute, not beside it" if single else "",
         ),

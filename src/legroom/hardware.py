@@ -5,6 +5,7 @@ Rates are bytes per second of large copies. `duplex_*` are the rates of each dir
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, astuple, dataclass, replace
 
 from legroom.errors import PlanError
@@ -73,6 +74,11 @@ class Hardware:
     def scaled_host(self, factor: float) -> Hardware:
         """The same machine with a host that takes so many times as long for what a plan asks of it."""
         return replace(self, host=HostCosts(*(seconds * factor for seconds in astuple(self.host))))
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def to_json(hardware: Hardware) -> str:

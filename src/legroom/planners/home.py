@@ -52,7 +52,6 @@ Shortcuts that change nothing about what is found; of the 2n evaluations of a pa
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +64,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from legroom.evaluate import KEEP, OVERLAP, RECOMPUTE, SHARED, SYNC, Evaluator
-from legroom.hardware import Hardware
+from legroom.hardware import Hardware, cores
 from legroom.ir import Trace
 from legroom.kernels import loops
 from legroom.kernels.codes import Codes
@@ -110,7 +109,7 @@ class Home:
         best = np.full(evaluator.gaps, KEEP, np.int8)
         notes: tuple[str, ...] = ("everything fits: nothing to search",)
         if evaluator.judge(best, budget_bytes)[2] > 0:
-            threads = min(self.threads or _cores(), self.particles)
+            threads = min(self.threads or cores(), self.particles)
             evaluators = [evaluator, *(Evaluator(trace, hardware) for _ in range(threads - 1))]
             best, notes = self._search(evaluators, budget_bytes)
         return evaluator.plan(best, planner="home", budget_bytes=budget_bytes, notes=notes)
@@ -309,7 +308,3 @@ def convergence(curve: list[int]) -> str:
     if points[-1] != len(curve) - 1:
         points.append(len(curve) - 1)
     return "convergence (iteration:ms): " + " ".join(f"{i + 1}:{curve[i] / 1e6:.6g}" for i in points)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

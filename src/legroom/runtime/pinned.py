@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -26,13 +25,14 @@ from typing import Any, Protocol
 import torch
 
 from legroom.errors import DeviceError
+from legroom.hardware import cores
 from legroom.runtime.spill import CLOSED, Slot, SpillFile
 
 _CLASSES_PER_OCTAVE = 16  # 8 would waste up to 8.8 % on the benchmark models
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
 _HUGE_BYTES = 2**21
 _LEAST_SHARE_BYTES = 16 * 2**20  # of one thread: a thread more takes as long as a few of these
-_POPULATE_THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+_POPULATE_THREADS = min(4, cores())
 _PIECE_BYTES = 16 * 2**20  # at a time: meanwhile nobody else can map memory
 _libc = ctypes.CDLL(None)  # its calls drop the interpreter lock, those of the mmap module do not
 
