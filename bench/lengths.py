@@ -306,7 +306,7 @@ def foreseen_bytes(room: legroom.Room) -> int:
     if following is None or following._way is None or following._call is None or following.rung is None:
         return 0
     course = following._way.course
-    if course is None or len(course.model.template.ticks) != len(following.rung.trace.ticks):
+    if course is None or len(course.model.template.ticks) != len(following.rung.template.ticks):
         return 0
     trace = with_numbers(course.model.template, course.model.predict(following._call.features))
     curve = memory_curve(trace, replace(following.rung.schedule, trace_signature=signature(trace)))

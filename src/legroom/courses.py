@@ -20,7 +20,7 @@ from legroom.runtime.knownsizes import Proof
 from legroom.runtime.program import Program
 from legroom.runtime.recorder import Outline
 from legroom.schedule import Schedule
-from legroom.sizes import SizeModel
+from legroom.sizes import Numbers, SizeModel, with_numbers
 
 # Plans are for sizes rounded up to one of so many an octave; half as many where so many plans had to go for others.
 # With two dimensions of four octaves, eight are 1,000 plans: all but the last 128 would be made again and again, and
@@ -45,14 +45,20 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A plan for one size, ready to run."""
+    """A plan for one size, ready to run. A trace of a large model is tens of thousands of objects, which every full
+    collection of garbage goes through: of the size itself there are the numbers alone."""
 
-    trace: Trace
+    template: Trace  # of the structure
+    numbers: Numbers
     plan: Plan
     schedule: Schedule
     program: Program
     peak_bytes: int
     peaks: Peaks  # at other sizes
+
+    def trace(self) -> Trace:
+        """The step that it is for, put together anew."""
+        return with_numbers(self.template, self.numbers)
 
 
 @dataclass(slots=True)

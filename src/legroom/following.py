@@ -37,7 +37,7 @@ from legroom.runtime.program import Program
 from legroom.runtime.recorder import Outline
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
-from legroom.sizes import SizeModel, structure_of, with_numbers
+from legroom.sizes import Numbers, SizeModel, structure_of, with_numbers
 from legroom.units import format_bytes
 
 MOST_WAYS = 16  # of calling the model. Beyond, what served the fewest steps is forgotten.
@@ -356,7 +356,8 @@ class Following:
             if decisions is not None:
                 trace = with_numbers(course.model.template, numbers)
                 plan = Plan(decisions, signature(trace), AT_ONCE, target, 0, 0.0, ())
-                return self._laid_out(trace, plan, reserve, sizes_fit=course.model.sizes_are_sure())
+                sure = course.model.sizes_are_sure()
+                return self._laid_out(course.model.template, numbers, trace, plan, reserve, sizes_fit=sure)
         floor = floor_bytes(with_numbers(course.model.template, numbers)) + more_bytes
         ran = any(covers(other, features) for other in course.ran)
         if course.refuses and floor - reserve > self._budget_bytes * CERTAIN and not ran:
@@ -378,15 +379,26 @@ class Following:
         return rung.peaks.at(course.model.predict(features, timed=False)) + course.model.reserve_bytes()
 
     def _laid_out(
-        self, trace: Trace, plan: Plan, reserve_bytes: int, schedule: Schedule | None = None, *, sizes_fit: bool
+        self,
+        template: Trace,
+        numbers: Numbers,
+        trace: Trace,
+        plan: Plan,
+        reserve_bytes: int,
+        schedule: Schedule | None = None,
+        *,
+        sizes_fit: bool,
     ) -> Rung:
+        """trace: the template with the numbers."""
         if schedule is None:
             schedule = lower(trace, plan, self._hardware())
         peak = check_schedule(trace, schedule)
-        program = Program(trace, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit)
+        # What a program asks of ops and ticks is the same at all sizes, and so they are shared.
+        shared = replace(trace, ops=template.ops, ticks=template.ticks)
+        program = Program(shared, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._device.prepare([trace.storages[storage].nbytes for storage in swapped])
-        return Rung(trace, plan, schedule, program, peak, Peaks(trace, schedule))
+        return Rung(template, numbers, plan, schedule, program, peak, Peaks(trace, schedule))
 
     # in the background
 
@@ -404,12 +416,14 @@ class Following:
             for size, predicted in at:
                 if version != course.version:
                     return  # while this waited, what it was asked from became doubtful: it would not be taken up
-                trace = with_numbers(template, predicted(True))
+                numbers = predicted(True)
+                trace = with_numbers(template, numbers)
                 try:
                     plan, schedule = self._beside.plan(trace, self._hardware(), target)
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
-                rung = self._laid_out(trace, checked(trace, plan), reserve, schedule, sizes_fit=sure)
+                plan = checked(trace, plan)
+                rung = self._laid_out(template, numbers, trace, plan, reserve, schedule, sizes_fit=sure)
                 if rung.peak_bytes > self._budget_bytes - reserve:
                     raise over_target(plan.planner, size, rung.peak_bytes + reserve, self._budget_bytes)
                 self._teach(rung.program, course.lesson, every=every)

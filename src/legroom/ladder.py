@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Features = tuple[int, ...]
-MOST_RUNGS = 128  # plans for one structure: those of a T5-base take 3 MB of the host each
+MOST_RUNGS = 128  # plans for one structure: those of a T5-base take 1 MB of the host each
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 

@@ -73,7 +73,9 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
     return replace(
         trace,
         storages=tuple(
-            Storage(s.id, nbytes, s.kind, s.persistent, s.held, s.gaps, s.gap_version, s.name)
+            s
+            if s.nbytes == nbytes
+            else Storage(s.id, nbytes, s.kind, s.persistent, s.held, s.gaps, s.gap_version, s.name)
             for s, nbytes in zip(trace.storages, numbers.nbytes.tolist(), strict=True)
         ),
         ticks=tuple(

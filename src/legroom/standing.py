@@ -60,7 +60,8 @@ class Standing:
         self._probe = probe
         self._device = setting.ledger.device
         # the plan, and what is expected of it
-        self.trace: Trace | None = None
+        self._trace: Trace | None = None
+        self._shown: Callable[[], Trace] | None = None  # puts it together, when somebody asks for it
         self.plan: Plan | None = None
         self._schedule: Schedule  # once there is a plan
         self.timeline: Timeline | None = None
@@ -142,9 +143,20 @@ class Standing:
         self.program = None
         self._plan_again = False
 
-    def show(self, trace: Trace, plan: Plan, schedule: Schedule) -> None:
+    @property
+    def trace(self) -> Trace | None:
+        if self._trace is None and self._shown is not None:
+            self._trace, self._shown = self._shown(), None
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        self._trace, self._shown = trace, None
+
+    def show(self, trace: Callable[[], Trace], plan: Plan, schedule: Schedule) -> None:
         """Have this plan reported, which somebody else follows."""
-        self.trace, self.plan, self._schedule, self.timeline = trace, plan, schedule, None
+        self._trace, self._shown = None, trace
+        self.plan, self._schedule, self.timeline = plan, schedule, None
         self.measured_curve = ()
 
     def predict_shown(self) -> None:

@@ -13,7 +13,7 @@ from legroom.peaks import Peaks
 from legroom.planners import named
 from legroom.runtime.program import Program
 from legroom.schedule import lower
-from legroom.sizes import SizeModel, structure_of
+from legroom.sizes import SizeModel, numbers_of, structure_of
 from tests.pure.test_traces import read
 
 H200 = PRESETS["h200"]
@@ -24,7 +24,7 @@ def course_and_rung(low: Features, high: Features) -> tuple[Course, Rung]:
     plan = named("auto")(trace, H200, trace.peak_bytes)
     schedule = lower(trace, plan, H200)
     program = Program(trace, schedule, reserve_bytes=0, sizes_fit=True)
-    rung = Rung(trace, plan, schedule, program, trace.peak_bytes, Peaks(trace, schedule))
+    rung = Rung(trace, numbers_of(trace), plan, schedule, program, trace.peak_bytes, Peaks(trace, schedule))
     model = SizeModel(granularity_bytes=H200.granularity_bytes)
     return Course(structure_of(trace), model, 0, low, high), rung
 

@@ -21,6 +21,8 @@ from legroom.courses import AT_ONCE, MOST_COURSES
 from legroom.errors import StepError
 from legroom.following import MOST_WAYS
 from legroom.hardware import PRESETS
+from legroom.ir import Op
+from legroom.plan import signature
 from legroom.planners import quick
 from legroom.planners.auto import Auto
 from legroom.runtime.device import CpuDevice
@@ -219,6 +221,26 @@ def test_plans_are_found_by_looking_them_up() -> None:
         course.put(edge, at_once)
         course.improve(smaller, rung)
         assert {edge, smaller} <= dict(course.ladder).keys()
+
+
+def test_plans_hold_no_trace_of_their_own() -> None:
+    """Full collections of garbage go through all that is held, and take a program's time."""
+    program = Program("bert")
+    with legroom.fit(program.model, program.optimizer, budget=budget_for("bert", 0.3)) as room:
+        for sizes in (program.sizes(24), program.sizes(12, seed=1)):
+            program.train(sizes, room.step)
+            assert room._following is not None
+            room._following.settle()
+        (way,) = room._following._ways
+        assert way.course is not None
+        ops, plans = len(way.course.model.template.ops), len(way.course.ladder)
+        assert plans >= 5
+        gc.collect()
+        assert sum(type(thing) is Op for thing in gc.get_objects()) < 3 * ops
+        # It is put together where somebody asks for it.
+        program.train(program.sizes(1, seed=2), room.step)
+        assert room.trace is not None and room.plan is not None
+        assert signature(room.trace) == room.plan.trace_signature
 
 
 @pytest.mark.parametrize(("killed", "processes"), [(False, 1), (True, 1), (False, 3)])
