@@ -28,6 +28,7 @@ from legroom.sizes import Numbers, SizeModel, with_numbers
 FINEST, COARSER = 8, (1, MOST_RUNGS, 4 * MOST_RUNGS)
 MOST_COURSES = 4  # op sequences behind one way of calling. Beyond, what served the fewest steps is forgotten.
 MOST_DRIFTS = 3  # of a way that has no step that repeats: two of them may be one change for good
+MOST_STRAYED = 32
 REMEMBERED_PEAKS = 4096
 AT_ONCE = "responsive"  # the planner whose plans are replaced
 
@@ -77,6 +78,7 @@ class Course:
     refuses: bool = True  # whether its floor is one
     recorded: set[Features] = field(default_factory=set)  # sizes at which every op was proven
     ran: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))  # sizes that were seen to fit
+    strayed: deque[Features] = field(default_factory=lambda: deque(maxlen=MOST_STRAYED))  # sizes of steps that drifted
     # By the plan's size and the input's; by the input's and () where everything is kept.
     peaks: dict[tuple[Features, Features], int] = field(default_factory=dict)
     version: int = 0  # plans of another one were made from what is no longer believed
@@ -151,8 +153,20 @@ class Way:
     steps: int = 0
     sheltered: int = 0
     drifts: deque[int] = field(default_factory=lambda: deque(maxlen=MOST_DRIFTS))
+    again: int = 0  # recorded steps that were like some that drifted
+    turned: tuple[str, int] = ("", -1)  # the op sequence that a step turned out to be, and when
     reactive_until: int = 0
     # Sizes that a sheltered step could not bring inside, and what was alive before it.
     refused: list[tuple[Features, int]] = field(default_factory=list)
     # Sizes at which one was inside, what was alive before it, and its peak.
     fitted: deque[tuple[Features, int, int]] = field(default_factory=lambda: deque(maxlen=MOST_RUNGS))
+
+    def others(self, course: Course) -> list[Course]:
+        return [other for other in self.courses if other is not course]
+
+    def turn(self, course: Course, step: int) -> None:
+        """A step was of this op sequence. Once it may be an odd one among others; twice in a row, and more follow."""
+        if course is not self.course:
+            if self.turned == (course.structure, step - 1):
+                self.course = course
+            self.turned = course.structure, step

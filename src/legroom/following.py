@@ -38,6 +38,7 @@ from legroom.runtime.recorder import Outline
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
 from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
 from legroom.sizes import Numbers, SizeModel, structure_of, with_numbers
+from legroom.strays import foreseen
 from legroom.units import format_bytes
 
 MOST_WAYS = 16  # of calling the model. Beyond, what served the fewest steps is forgotten.
@@ -94,6 +95,8 @@ class Following:
         # of the step that runs
         self._call: Call | None = None
         self._way: Way | None = None
+        self._course: Course | None = None  # where a plan is followed, the one that it is for
+        self._stays: Course | None = None  # the one that others go on with, whatever this step is
         self._alive_bytes = 0
         self._more_bytes = 0  # alive beside what its plan knows of
         self._planning_seconds = 0.0
@@ -102,7 +105,7 @@ class Following:
         self._rows: deque[FollowedStep] = deque(maxlen=REMEMBERED_STEPS)
 
     def step(self, watch: InputWatch) -> CalledStep:
-        self._call = self._way = None
+        self._call = self._way = self._course = self._stays = None
         self._planning_seconds = 0.0
         while self._arrived:
             course, version, edge, rung = self._arrived.popleft()
@@ -150,6 +153,14 @@ class Following:
                 return self._unknown(call, way)
             fallbacks["sizes that cannot be told from the input: the step ran under the reactive policy"] += 1
             return self._reactive(call, way)
+        if course.strayed:
+            other = foreseen(call.features, course, way.others(course))
+            if other is None and way.again < MOST_SHELTERED * max(1, len(way.courses) - 1) and profiler_is_free():
+                way.again += 1
+                self._stays = course
+                self._check_not_refused(call, way)
+                return self._recorded_step(call, way)
+            course = other or course
         more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
         return self._planned(call, way, course, more)
 
@@ -187,16 +198,19 @@ class Following:
             most += way.steps // STEPS_A_LESSON
         if way.sheltered < most and profiler_is_free():
             way.sheltered += 1
-            outlines = [course.outline for course in way.courses if course.outline is not None]
-            if not way.courses and self.outline is not None and self.outline[0] == call.kind:
-                outlines = [self.outline[1]]
-            # What one size asks of the allocator, block by block, says nothing of others.
-            return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
+            return self._recorded_step(call, way)
         self._setting.fallbacks["not known, and recorded often enough: the step ran under the reactive policy"] += 1
         return self._reactive(call, way)
 
+    def _recorded_step(self, call: Call, way: Way) -> ShelteredStep:
+        outlines = [course.outline for course in way.courses if course.outline is not None]
+        if not way.courses and self.outline is not None and self.outline[0] == call.kind:
+            outlines = [self.outline[1]]
+        # What one size asks of the allocator, block by block, says nothing of others.
+        return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
+
     def _planned(self, call: Call, way: Way, course: Course, more_bytes: int) -> Decided:
-        features, self._more_bytes = call.features, more_bytes
+        features, self._course, self._more_bytes = call.features, course, more_bytes
         found = course.ladder.find(features)
         if (found is None or not found[1].program.idle) and self._needs_no_plan(call, course, more_bytes):
             self._hits += 1
@@ -296,8 +310,8 @@ class Following:
     def _others(self, call: Call, way: Way, course: Course) -> dict[int, tuple[Course, Rung]]:
         """Plans of other op sequences for the step that runs: asked for when it is not the one that was expected."""
         known: dict[int, tuple[Course, Rung]] = {}
-        for other in way.courses:
-            if other is course or not other.model.knows(call.features):
+        for other in way.others(course):
+            if not other.model.knows(call.features):
                 continue
             more = max(0, self._alive_bytes - call.input_bytes - other.base_bytes)
             found = other.ladder.find(call.features)
@@ -462,7 +476,7 @@ class Following:
         if recorded.proven:
             course.recorded.add(call.features)
         course.ran.append(call.features)
-        way.course = course
+        way.course = self._stays or course
 
     def _responsive(self, course: Course) -> Responsive:
         """Made for the first plan: the steps before it teach one after the other, and each would take it back."""
@@ -492,7 +506,7 @@ class Following:
         self._rows.append(row)
         if isinstance(inner, ShelteredStep) and 0 < measured <= self._budget_bytes:
             way.fitted.append((call.features, self._alive_bytes, measured))
-        course = way.course
+        course = self._course
         if course is None or not isinstance(inner, PlannedStep):
             return
         if inner.drifted:
@@ -504,17 +518,20 @@ class Following:
             if way.drifts and way.drifts[-1] == self._steps - 1:
                 way.course = None
             way.drifts.append(self._steps)
+            course.strayed.append(call.features)
             if len(way.drifts) == MOST_DRIFTS and way.drifts[-1] - way.drifts[0] <= DRIFT_WINDOW_STEPS:
                 way.reactive_until = self._steps + REACTIVE_STEPS
                 self._setting.fallbacks["the step keeps changing: under the reactive policy for a while"] += 1
             return
         if inner.executor.switched:
-            way.course, self.rung = self._instead[id(inner.executor.program)]
-            way.course.met(call.features)
-            way.course.ran.append(call.features)
-            way.courses.served(way.course.structure)
+            course, self.rung = self._instead[id(inner.executor.program)]
+            course.met(call.features)
+            course.ran.append(call.features)
+            way.courses.served(course.structure)
+            way.turn(course, self._steps)
             self._rows[-1] = replace(row, planner=self.rung.plan.planner, plan_peak_bytes=self.rung.peak_bytes)
             return
+        way.turn(course, self._steps)
         course.planned += 1
         course.met(call.features)
         course.ran.append(call.features)
@@ -553,7 +570,7 @@ class Following:
     def refused(self, run: ShelteredStep) -> None:
         """The sheltered step that just ended did not fit, and was taken back."""
         if self._way is not None and self._call is not None:
-            self._way.sheltered -= run.recording
+            self._way.sheltered -= run.recording and self._stays is None
             refused = self._call.features, self._alive_bytes
             self._way.refused = [*self._way.refused, refused][-MOST_COURSES:]
 
@@ -561,8 +578,8 @@ class Following:
         """A planned step ran out of memory: plan for less from now on."""
         if isinstance(inner, LeftAlone):
             self._may_idle = False
-        elif self._way is not None and self._way.course is not None:
-            self._way.course.all_hooks = True  # what is saved may be more than it was
+        elif self._course is not None:
+            self._course.all_hooks = True  # what is saved may be more than it was
             if self.rung is not None:
                 # Near the floor plans go beyond what is usable, and without this the same one would be made again.
                 peak = self.rung.peak_bytes + self._more_bytes
