@@ -12,6 +12,7 @@ from legroom.ir import Trace
 from legroom.plan import Plan
 from legroom.planprocess import PlanProcess, ProcessError, can_be_sent
 from legroom.schedule import Schedule
+from legroom.sizes import Numbers
 
 # Plans for a hundred sizes, of a second each, are a thousand steps in which worse ones do. One core in four at most:
 # the program has data to load, and may be one of several on this machine.
@@ -51,12 +52,14 @@ class Beside:
         while self._asked and self._asked[0].done():
             self._hear(self._asked.popleft())
 
-    def plan(self, trace: Trace, hardware: Hardware, target_bytes: int) -> tuple[Plan, Schedule | None]:
-        """For the work that was asked for: a plan, and its schedule where that is known already."""
+    def plan(
+        self, trace: Trace, hardware: Hardware, target_bytes: int, *, like: tuple[Trace, Numbers] | None = None
+    ) -> tuple[Plan, Schedule | None]:
+        """For the work that was asked for: a plan, and its schedule where that is known already. like: as there."""
         if self._apart:
             process = self._taken()
             try:
-                return process.plan(self._planner, trace, hardware, target_bytes)
+                return process.plan(self._planner, trace, hardware, target_bytes, like=like)
             except ProcessError as error:
                 if self._closed:
                     raise

@@ -433,7 +433,7 @@ class Following:
                 numbers = predicted(True)
                 trace = with_numbers(template, numbers)
                 try:
-                    plan, schedule = self._beside.plan(trace, self._hardware(), target)
+                    plan, schedule = self._beside.plan(trace, self._hardware(), target, like=(template, numbers))
                 except BudgetError:
                     continue  # not at the size rounded up; perhaps at this very one
                 plan = checked(trace, plan)

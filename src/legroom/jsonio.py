@@ -110,6 +110,13 @@ class Node:
             self.fail(f"expected a finite number, got {quote(self.value)}")
         return number
 
+    def numbers(self) -> list[float]:
+        """An array of finite floats from zero on, as above."""
+        values = self.array()
+        if all(type(value) is float and 0.0 <= value < math.inf for value in values):
+            return values
+        return [node.number() for node in self.items()]
+
     def boolean(self) -> bool:
         if type(self.value) is not bool:
             self.fail(f"expected true or false, got {quote(self.value)}")

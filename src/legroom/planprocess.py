@@ -3,7 +3,8 @@
 A planner is Python code. In a thread it takes turns with the program's own code, which on a fast device is what the
 device waits for: on an H200, steps of a BERT-base took 102 ms in place of 53 while plans were made in the background.
 The process loads no torch. It is asked by lines of JSON and answers in the same way, with the plan and its schedule; it
-ends when its input does, or when the program is gone.
+ends when its input does, or when the program is gone. Questions about one step at many sizes carry the step once: to
+write a trace down takes the program's own time, and to read it a quarter of that of a quick plan.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from dataclasses import asdict, fields, replace
 from typing import IO, Any
 
 from legroom import hardware as machines
+from legroom import numbersio, traceio
 from legroom import schedule as schedules
-from legroom import traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.hardware import Hardware
 from legroom.ir import Trace, validate
@@ -33,8 +34,9 @@ from legroom.plan import from_json as plan_from_json
 from legroom.plan import to_json as plan_to_json
 from legroom.planners import PLANNERS
 from legroom.schedule import Schedule, lower
+from legroom.sizes import Numbers, with_numbers
 
-VERSION = 2  # 1 had no `replays`
+VERSION = 3  # 1 had no `replays`, 2 no `numbers`
 Planner = Callable[[Trace, Hardware, int], Plan]
 HELLO = "legroom plans"  # before the first answer; whatever an installation prints when Python starts comes before it
 START_SECONDS = 60.0  # until then
@@ -129,34 +131,57 @@ class PlanProcess:
         self._closed = False
         self._starting = threading.Lock()
         self._questions = 0
+        self._known: Trace | None = None  # to the process
 
-    def plan(self, planner: Planner, trace: Trace, hardware: Hardware, budget_bytes: int) -> tuple[Plan, Schedule]:
-        """Raises BudgetError where there is none, PlanError where planning fails, ProcessError without an answer."""
+    def plan(
+        self,
+        planner: Planner,
+        trace: Trace,
+        hardware: Hardware,
+        budget_bytes: int,
+        *,
+        like: tuple[Trace, Numbers] | None = None,
+    ) -> tuple[Plan, Schedule]:
+        """Raises BudgetError where there is none, PlanError where planning fails, ProcessError without an answer.
+
+        like: another trace, and the numbers with which it is this one."""
         child = self._started()
         # The end is told once. One that ends may still take questions for a moment, and one that reads no more would be
         # written to without end.
         if child.ended.is_set():
             raise ProcessError("the planning process has ended")
         self._questions += 1
+        template, numbers = like or (trace, None)
+        known, self._known = self._known, None  # until it has answered
         question = {
             "kind": "plan question",
             "version": VERSION,
             "number": self._questions,
             "planner": _name_of(planner),
             "knobs": asdict(planner),  # type: ignore[call-overload]
-            "trace": traceio.to_json(trace),
-            # Not in files: ops whose replays take another time than they do, and what they take.
-            "replays": [[op.id, op.replay_seconds] for op in trace.ops if op.replay_seconds is not None],
+            "trace": None,
+            "replays": None,
+            "numbers": numbersio.to_fields(numbers) if numbers is not None else None,
             "hardware": machines.to_json(hardware),
             "budget_bytes": max(0, budget_bytes),
         }
+        if template is not known:
+            question["trace"] = traceio.to_json(template)
+            # Not in files: ops whose replays take another time than they do, and what they take.
+            question["replays"] = [[op.id, op.replay_seconds] for op in template.ops if op.replay_seconds is not None]
         try:
             assert child.process.stdin is not None
             child.process.stdin.write(json.dumps(question) + "\n")
             child.process.stdin.flush()
         except (OSError, ValueError) as error:  # ValueError: a pipe that was closed meanwhile
             raise ProcessError(f"the planning process cannot be asked: {error}") from None
-        return read_answer(child.said(time.monotonic() + ANSWER_SECONDS), self._questions)
+        try:
+            answer = read_answer(child.said(time.monotonic() + ANSWER_SECONDS), self._questions)
+        except BudgetError:
+            self._known = template
+            raise
+        self._known = template
+        return answer
 
     def close(self) -> None:
         with self._starting:
@@ -202,29 +227,48 @@ def read_answer(line: str, number: int) -> tuple[Plan, Schedule]:
 # in the process
 
 
-def _answer(line: str) -> dict[str, Any]:
+class _Desk:
+    """Answers one question after the other."""
+
+    def __init__(self) -> None:
+        self._trace: Trace | None = None  # the last one that came
+
+    def planned(self, found: dict[str, Node]) -> tuple[Plan, Schedule]:
+        kind: Any = type(PLANNERS[found["planner"].one_of(tuple(PLANNERS))])
+        knobs = found["knobs"].fields(*(field.name for field in fields(kind)))
+        trace = self._taken(found)
+        if found["numbers"].value is not None:
+            trace = with_numbers(trace, numbersio.from_node(found["numbers"], trace))
+        hardware = machines.from_json(found["hardware"].text(longest=LARGEST_TEXT_BYTES))
+        planner = kind(**{name: knob.value for name, knob in knobs.items()})
+        plan = planner(trace, hardware, found["budget_bytes"].integer())
+        return plan, lower(trace, plan, hardware)
+
+    def _taken(self, found: dict[str, Node]) -> Trace:
+        """The trace that came with the question, or with one before."""
+        known, self._trace = self._trace, None
+        if found["trace"].value is not None:
+            known = _priced(traceio.from_json(found["trace"].text(longest=LARGEST_TEXT_BYTES)), found["replays"])
+        elif known is None:
+            found["trace"].fail("there is none, and none came before")
+        self._trace = known
+        return known
+
+
+def _answer(line: str, desk: _Desk) -> dict[str, Any]:
     said: dict[str, Any] = {"number": 0, "error": "", "is_budget": False, "budget_bytes": 0, "floor_bytes": 0}
     try:
         question = parse(line, kind="plan question", version=VERSION, error=PlanError)
-        found = question.fields("number", "planner", "knobs", "trace", "replays", "hardware", "budget_bytes")
+        names = ("number", "planner", "knobs", "trace", "replays", "numbers", "hardware", "budget_bytes")
+        found = question.fields(*names)
         said["number"] = found["number"].integer()
-        plan, schedule = _planned(found)
+        plan, schedule = desk.planned(found)
         return said | {"plan": plan_to_json(plan), "schedule": schedules.to_json(schedule)}
     except BudgetError as error:
         said |= {"is_budget": True, "budget_bytes": error.budget_bytes, "floor_bytes": error.floor_bytes}
         return said | {"error": str(error)[:4000], "plan": "", "schedule": ""}
     except Exception as error:  # whatever it is, the program is to hear of it
         return said | {"error": f"{type(error).__name__}: {error}"[:4000], "plan": "", "schedule": ""}
-
-
-def _planned(found: dict[str, Node]) -> tuple[Plan, Schedule]:
-    kind: Any = type(PLANNERS[found["planner"].one_of(tuple(PLANNERS))])
-    knobs = found["knobs"].fields(*(field.name for field in fields(kind)))
-    trace = _priced(traceio.from_json(found["trace"].text(longest=LARGEST_TEXT_BYTES)), found["replays"])
-    hardware = machines.from_json(found["hardware"].text(longest=LARGEST_TEXT_BYTES))
-    planner = kind(**{name: knob.value for name, knob in knobs.items()})
-    plan = planner(trace, hardware, found["budget_bytes"].integer())
-    return plan, lower(trace, plan, hardware)
 
 
 def _priced(trace: Trace, replays: Node) -> Trace:
@@ -246,10 +290,11 @@ def _priced(trace: Trace, replays: Node) -> Trace:
 
 def serve(questions: IO[str], answers: IO[str]) -> None:
     """Until there are no more questions."""
+    desk = _Desk()
     answers.write(HELLO + "\n")
     answers.flush()
     while line := questions.readline(LARGEST_TEXT_BYTES):
-        answers.write(json.dumps({"kind": "plan answer", "version": VERSION, **_answer(line)}) + "\n")
+        answers.write(json.dumps({"kind": "plan answer", "version": VERSION, **_answer(line, desk)}) + "\n")
         answers.flush()
 
 

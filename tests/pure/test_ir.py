@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -343,6 +344,7 @@ def test_typed_getters_refuse_what_they_do_not_name() -> None:
 
     assert node(3).number() == 3.0
     assert node([1, 2]).integers() == (1, 2)
+    assert node([1.5, 2.0]).numbers() == [1.5, 2.0] == node([1.5, 2]).numbers()
     assert node("b").one_of(("a", "b")) == "b"
     assert node({"a": 1}).fields(optional=("a",))["a"].integer() == 1
     refused = [
@@ -350,6 +352,11 @@ def test_typed_getters_refuse_what_they_do_not_name() -> None:
         lambda: node(True).number(),
         lambda: node(-0.1).number(),
         lambda: node([1, True]).integers(),
+        lambda: node([1.0, True]).numbers(),
+        lambda: node([1.0, -0.5]).numbers(),
+        lambda: node([math.nan]).numbers(),
+        lambda: node([math.inf, 1.0]).numbers(),
+        lambda: node(["1.0"]).numbers(),
         lambda: node(1).boolean(),
         lambda: node("c").one_of(("a", "b")),
         lambda: node([0] * 3).array(longest=2),

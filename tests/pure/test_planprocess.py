@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom import hardware, planprocess, traceio
+from legroom import hardware, numbersio, planprocess, traceio
 from legroom.errors import BudgetError, LegroomError, PlanError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import PRESETS
@@ -32,6 +32,7 @@ from legroom.planners.capuchin import Capuchin
 from legroom.planners.home import Home
 from legroom.planprocess import HELLO, PlanProcess, ProcessError, can_be_sent, read_answer, serve
 from legroom.schedule import check_schedule, lower
+from legroom.sizes import numbers_of, with_numbers
 
 H200 = PRESETS["h200"]
 WAIT_SECONDS = 60.0
@@ -71,6 +72,35 @@ def test_what_replays_take_arrives(process: PlanProcess) -> None:
     plans = [process.plan(quick(Auto()), each, H200, budget)[0] for each in (trace, free)]
     assert plans[1] == quick(Auto())(free, H200, budget)
     assert plans[1].predicted_seconds < plans[0].predicted_seconds
+
+
+def test_one_step_at_many_sizes_is_written_down_once(process: PlanProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    to_json = traceio.to_json
+    monkeypatch.setattr(traceio, "to_json", lambda trace: written.append(trace) or to_json(trace))
+    other, template = load("squeezenet"), load("vgg16")
+    ops = (replace(op, replay_seconds=op.seconds / 3 if op.id % 2 else None) for op in template.ops)
+    template = replace(template, ops=tuple(ops))
+    for scale in (1, 2, 3):
+        numbers = numbers_of(template)
+        numbers = replace(numbers, nbytes=numbers.nbytes // scale, seconds=numbers.seconds / (7 * scale))
+        trace = with_numbers(template, numbers)
+        plan, schedule = process.plan(quick(Auto()), trace, H200, half_way(trace), like=(template, numbers))
+        assert plan == quick(Auto())(trace, H200, half_way(trace))
+        assert schedule == lower(trace, plan, H200)
+        if scale == 2:
+            with pytest.raises(BudgetError):
+                process.plan(quick(Auto()), trace, H200, 1000, like=(template, numbers))
+    assert written == [template]
+    # Another step comes whole, as does the first one after it; and one after a question that was none.
+    process.plan(quick(Auto()), other, H200, half_way(other))
+    process.plan(quick(Auto()), other, H200, half_way(other))
+    process.plan(quick(Auto()), template, H200, half_way(template))
+    assert written[1:] == [other, template]
+    with pytest.raises(PlanError):
+        process.plan(Auto(evaluations="many"), template, H200, half_way(template))  # type: ignore[arg-type]
+    process.plan(quick(Auto()), template, H200, half_way(template))
+    assert written[3:] == [template]
 
 
 def test_knobs_arrive(process: PlanProcess) -> None:
@@ -280,13 +310,17 @@ def answers_to(*lines: str) -> list[dict[str, Any]]:
 
 QUESTION = {
     "kind": "plan question",
-    "version": 2,
+    "version": 3,
     "number": 7,
     "planner": "none",
     "knobs": {},
     "replays": [],
+    "numbers": None,
     "budget_bytes": 2**40,
 }
+
+
+NUMBERS = numbersio.to_fields(numbers_of(load("lstm")))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +335,7 @@ QUESTION = {
         ({"trace": "{}"}, "trace"),
         ({"trace": "not JSON"}, "not readable as JSON"),
         ({"hardware": "[]"}, "hardware"),
-        ({"version": 3}, "version 3"),
+        ({"version": 4}, "version 4"),
         ({"kind": "plan"}, "kind"),
         ({"more": 1}, "more"),
         ({"replays": None}, "replays"),
@@ -316,6 +350,19 @@ QUESTION = {
         ({"replays": [[0, "soon"]]}, "replays[0][1]"),
         ({"replays": [[0, 0.0]] * 10**4}, "replays"),
         ({"number": "first"}, "number"),
+        ({"trace": None}, "trace: there is none, and none came before"),
+        ({"numbers": 3}, "numbers"),
+        ({"numbers": {}}, "numbers"),
+        ({"numbers": {**NUMBERS, "more": 1}}, "numbers"),
+        ({"numbers": {**NUMBERS, "nbytes": [1]}}, "numbers.nbytes: expected"),
+        ({"numbers": {**NUMBERS, "nbytes": [-1] * len(NUMBERS["nbytes"])}}, "numbers.nbytes[0]"),
+        ({"numbers": {**NUMBERS, "nbytes": [2**61] * len(NUMBERS["nbytes"])}}, "numbers.nbytes: all sizes"),
+        ({"numbers": {**NUMBERS, "level_bytes": [0.5] * len(NUMBERS["level_bytes"])}}, "numbers.level_bytes[0]"),
+        ({"numbers": {**NUMBERS, "peak_bytes": NUMBERS["peak_bytes"][1:]}}, "numbers.peak_bytes: expected"),
+        ({"numbers": {**NUMBERS, "workspace_bytes": None}}, "numbers.workspace_bytes"),
+        ({"numbers": {**NUMBERS, "seconds": [-1.0] * len(NUMBERS["seconds"])}}, "numbers.seconds[0]"),
+        ({"numbers": {**NUMBERS, "seconds": [2.0**30] * len(NUMBERS["seconds"])}}, "numbers.seconds: all ops"),
+        ({"numbers": {**NUMBERS, "head_peak_bytes": -1}}, "numbers.head_peak_bytes"),
     ],
 )
 def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: str) -> None:
@@ -326,7 +373,7 @@ def test_nonsense_is_answered_with_what_is_wrong(changed: dict[str, Any], said: 
 
 
 def test_lines_that_are_no_questions() -> None:
-    for line in ("", "{", "null", "[1]", "{}", "\x00", '{"kind":"plan question","version":2}'):
+    for line in ("", "{", "null", "[1]", "{}", "\x00", '{"kind":"plan question","version":3}'):
         (answer,) = answers_to(line)
         assert answer["error"]
 
@@ -353,7 +400,7 @@ def test_answers_that_are_none(value: Any) -> None:
             "plan": "",
             "schedule": "",
         }
-        value = {"kind": "plan answer", "version": 2, **base, **value}
+        value = {"kind": "plan answer", "version": 3, **base, **value}
     with pytest.raises(LegroomError):
         read_answer(json.dumps(value), 1)
 
@@ -371,9 +418,9 @@ def test_what_a_solver_writes_to_the_descriptor_is_no_answer() -> None:
         import os
         from legroom import planprocess
         answer = planprocess._answer
-        def noisy(line):
+        def noisy(line, desk):
             os.write(1, b"a solver says something" + bytes([10]))
-            return answer(line)
+            return answer(line, desk)
         planprocess._answer = noisy
         planprocess.main()
     """
