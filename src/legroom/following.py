@@ -156,9 +156,9 @@ class Following:
         if course.strayed:
             other = foreseen(call.features, course, way.others(course))
             if other is None and way.again < MOST_SHELTERED * max(1, len(way.courses) - 1) and profiler_is_free():
+                self._check_not_refused(call, way)
                 way.again += 1
                 self._stays = course
-                self._check_not_refused(call, way)
                 return self._recorded_step(call, way)
             course = other or course
         more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
