@@ -305,7 +305,7 @@ def foreseen_bytes(room: legroom.Room) -> int:
     following = room._following
     if following is None or following._way is None or following._call is None or following.rung is None:
         return 0
-    course = following._way.course
+    course = following._course
     if course is None or len(course.model.template.ticks) != len(following.rung.template.ticks):
         return 0
     trace = with_numbers(course.model.template, course.model.predict(following._call.features))

@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Rung:
     """A plan for one size, ready to run. A trace of a large model is tens of thousands of objects, which every full
-    collection of garbage goes through: of the size itself there are the numbers alone."""
+    collection of garbage goes through: of its own a plan has the storages, and numbers for the rest."""
 
     template: Trace  # of the structure
     numbers: Numbers
@@ -164,9 +164,9 @@ class Way:
     def others(self, course: Course) -> list[Course]:
         return [other for other in self.courses if other is not course]
 
-    def turn(self, course: Course, step: int) -> None:
+    def turn(self, course: Course) -> None:
         """A step was of this op sequence. Once it may be an odd one among others; twice in a row, and more follow."""
         if course is not self.course:
-            if self.turned == (course.structure, step - 1):
+            if self.turned == (course.structure, self.steps - 1):
                 self.course = course
-            self.turned = course.structure, step
+            self.turned = course.structure, self.steps

@@ -8,6 +8,7 @@ they are taken up between steps.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ import numpy as np
 
 from legroom.alloclog import profiler_is_free
 from legroom.beside import Beside
-from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, Course, Recorded, Rung, Way
+from legroom.courses import AT_ONCE, MOST_COURSES, MOST_DRIFTS, MOST_STRAYED, Course, Recorded, Rung, Way
 from legroom.errors import BudgetError
 from legroom.evaluate import floor_bytes
 from legroom.hardware import Hardware
@@ -83,7 +84,6 @@ class Following:
         self._ways: Shelf[object, Way] = Shelf(most=MOST_WAYS)
         self._hits = self._misses = 0  # steps that found their plan, and those that did not
         self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
-        self._steps = 0
         self._may_idle = self._device.has_cap
         self._most_bytes = budget_bytes  # that any plan may take, whatever it leaves in reserve
         self._known_sizes = KnownSizes()
@@ -146,7 +146,7 @@ class Following:
             fallbacks[f"{why}: the step ran under the reactive policy"] += 1
             return self._reactive(call, way)
         course = way.course
-        if self._steps < way.reactive_until:
+        if way.steps <= way.reactive_until:
             return self._reactive(call, way)
         if course is None or not course.model.knows(call.features):
             if course is None or course.model.wants_more():
@@ -156,13 +156,13 @@ class Following:
         if course.strayed:
             other = foreseen(call.features, course, way.others(course))
             if other is None and way.again < MOST_SHELTERED * max(1, len(way.courses) - 1) and profiler_is_free():
-                self._check_not_refused(call, way)
                 way.again += 1
                 self._stays = course
                 return self._recorded_step(call, way)
-            course = other or course
-        more = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
-        return self._planned(call, way, course, more)
+            if other is not None and other is not course:
+                with contextlib.suppress(BudgetError):  # a guess: nothing is refused for it
+                    return self._planned(call, way, other)
+        return self._planned(call, way, course)
 
     def _way_of(self, call: Call) -> Way:
         way = self._ways.get(call.kind)
@@ -209,7 +209,8 @@ class Following:
         # What one size asks of the allocator, block by block, says nothing of others.
         return ShelteredStep(self._setting, proving=True, trusting=True, blocks=False, outlines=outlines)
 
-    def _planned(self, call: Call, way: Way, course: Course, more_bytes: int) -> Decided:
+    def _planned(self, call: Call, way: Way, course: Course) -> Decided:
+        more_bytes = max(0, self._alive_bytes - call.input_bytes - course.base_bytes)
         features, self._course, self._more_bytes = call.features, course, more_bytes
         found = course.ladder.find(features)
         if (found is None or not found[1].program.idle) and self._needs_no_plan(call, course, more_bytes):
@@ -454,6 +455,11 @@ class Following:
         way = self._way_of(call)
         structure = structure_of(trace)
         course = way.courses.get(structure)
+        if course is not None and course is self._stays:
+            # Not one that strays, and of a size that was known: what is planned stays.
+            course.ran.append(call.features)
+            course.strayed = deque((size for size in course.strayed if size != call.features), MOST_STRAYED)
+            return
         base = recorded.alive_bytes - call.input_bytes
         if course is None:
             model = SizeModel(granularity_bytes=self._device.rounded(1))
@@ -463,6 +469,7 @@ class Following:
             if gone is not None:
                 self._setting.fallbacks["too many op sequences: what was learned of one was forgotten"] += 1
                 self._evicted += 1 + gone.ladder.evicted
+                self._stays = self._stays if gone is not self._stays else None
         else:
             before = course.model.template
             course.model.add(call.features, trace)
@@ -495,7 +502,6 @@ class Following:
         return course.responsive
 
     def ended(self, run: CalledStep, seconds: float) -> None:
-        self._steps += 1
         inner, call, way = run.inner, self._call, self._way
         measured = inner.curve.measured_peak_bytes if inner is not None and inner.curve is not None else 0
         if call is None or way is None or inner is None:
@@ -515,23 +521,24 @@ class Following:
                 self._setting.fallbacks["a step that left its plan took more than the budget"] += 1
             # Another op sequence, or sizes that were not foreseen. Once may be an odd step among others; twice in a row
             # it has to be looked at again.
-            if way.drifts and way.drifts[-1] == self._steps - 1:
+            if way.drifts and way.drifts[-1] == way.steps - 1:
                 way.course = None
-            way.drifts.append(self._steps)
+            way.drifts.append(way.steps)
             course.strayed.append(call.features)
             if len(way.drifts) == MOST_DRIFTS and way.drifts[-1] - way.drifts[0] <= DRIFT_WINDOW_STEPS:
-                way.reactive_until = self._steps + REACTIVE_STEPS
+                way.reactive_until = way.steps + REACTIVE_STEPS
                 self._setting.fallbacks["the step keeps changing: under the reactive policy for a while"] += 1
             return
         if inner.executor.switched:
-            course, self.rung = self._instead[id(inner.executor.program)]
+            self._course, self.rung = self._instead[id(inner.executor.program)]
+            course = self._course
             course.met(call.features)
             course.ran.append(call.features)
             way.courses.served(course.structure)
-            way.turn(course, self._steps)
+            way.turn(course)
             self._rows[-1] = replace(row, planner=self.rung.plan.planner, plan_peak_bytes=self.rung.peak_bytes)
             return
-        way.turn(course, self._steps)
+        way.turn(course)
         course.planned += 1
         course.met(call.features)
         course.ran.append(call.features)
@@ -569,8 +576,9 @@ class Following:
 
     def refused(self, run: ShelteredStep) -> None:
         """The sheltered step that just ended did not fit, and was taken back."""
-        if self._way is not None and self._call is not None:
-            self._way.sheltered -= run.recording and self._stays is None
+        # Of one that was recorded on the side, nothing follows for others.
+        if self._way is not None and self._call is not None and self._stays is None:
+            self._way.sheltered -= run.recording
             refused = self._call.features, self._alive_bytes
             self._way.refused = [*self._way.refused, refused][-MOST_COURSES:]
 

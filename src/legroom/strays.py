@@ -22,6 +22,8 @@ FEWEST_USUAL = 8
 def foreseen(features: Features, course: Course, others: Sequence[Course]) -> Course | None:
     """The op sequence of a step, as far as its sizes tell, where this one is expected; None: one to be recorded."""
     alike = [other for other in others if foretold(features, other.ran, course.ran)]
+    # Multiples of sixteen are multiples of eight, too: steps that were expected to be like those may have strayed.
+    alike = [other for other in alike if not foretold(features, other.strayed, other.ran)]
     for other in alike:
         if other.model.knows(features):
             return other

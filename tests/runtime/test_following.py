@@ -486,64 +486,6 @@ def test_an_odd_step_does_not_end_what_was_learned() -> None:
     assert followed.hits + followed.misses == len(courses)
 
 
-class Aligned(Routed):
-    """Its layers share a factor, as layers of attention do a mask; each has a padded copy where the length is no
-    multiple of eight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = len(x)
-        factor = torch.sigmoid(self.layers[0](x))
-        for layer in self.layers[1:]:
-            mine = torch.nn.functional.pad(factor, (0, 0, 0, -rows % 8)) if rows % 8 else factor
-            x = torch.nn.functional.gelu(layer(x)) * mine[:rows]
-        return x.mean()
-
-
-def test_sizes_at_which_the_step_is_another_one_are_learned() -> None:
-    """They are rare, and hardly ever come twice in a row."""
-    draw = random.Random(0)
-    rows = [draw.randint(200, 1000) for _ in range(40)]
-    rows = [n + (n % 8 == 0) for n in rows]
-    for place in range(14, len(rows), 5):
-        rows[place] -= rows[place] % 8
-    rows += rows[10:] * 2 + [n + 8 if n % 8 == 0 else n for n in rows[10:]]
-
-    def step(net: Aligned, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-        loss = net(torch.randn(rows[number], 64, generator=torch.Generator().manual_seed(number)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    def build() -> tuple[Aligned, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        net = Aligned()
-        return net, torch.optim.SGD(net.parameters(), 0.01)
-
-    def run(around: Callable[[], Any], net: Aligned, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        losses = []
-        for number in range(len(rows)):
-            with around():
-                losses.append(step(net, optimizer, number))
-        return [*losses, *(p.detach().clone() for p in net.parameters())]
-
-    expected = run(nullcontext, *build())
-    other, its = build()
-    budget = half_way(lambda: other(torch.randn(1000, 64)).backward(), other, its)
-    net, optimizer = build()
-    with legroom.fit(net, optimizer, budget=budget + 400_000) as room:
-        assert_equal(run(room.step, net, optimizer), expected)
-        report = room.report()
-    followed = report.followed
-    assert followed is not None and followed.structures == 2
-    assert report.peak_bytes <= room.budget_bytes
-    courses = [row.course for row in followed.steps]
-    assert set(courses[-60:]) == {"planned"}
-    assert courses.count("sheltered") <= 20  # ten of each op sequence
-    drifts = sum(count for name, count in report.fallbacks.items() if name.startswith("drift"))
-    assert drifts <= 4, report.fallbacks
-
-
 class Late(Routed):
     """Goes another way at the end of forward, or turns round early."""
 
