@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.runtime.hashing import MOST_DUE, DueFingerprint, hash_bytes
+from legroom.runtime.hashing import MOST_DUE, DueFingerprint, hash_bytes, hash_host_bytes
 
 SIZES = [0, 1, 7, 8, 9, 4095 * 8, 4096 * 8, 4096 * 8 + 3, 100_003]
 
@@ -36,6 +36,22 @@ def test_one_changed_bit_changes_it(data: bytes, draw: st.DataObject) -> None:
 def test_order_counts(data: bytes) -> None:
     turned = data[8:] + data[:8]
     assert (hash_bytes(storage_of(data)) == hash_bytes(storage_of(turned))) == (data == turned)
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_the_host_agrees_with_the_reference(data: bytes, begin: int) -> None:
+    """Wherever the bytes begin."""
+    around = bytearray(b"*" * begin + data + b"more")
+    placed = torch.frombuffer(around, dtype=torch.uint8, offset=begin, count=len(data)).untyped_storage()
+    assert placed.nbytes() == len(data)
+    assert hash_host_bytes(placed) == hash_bytes(storage_of(data))
+
+
+@pytest.mark.parametrize("nbytes", [*SIZES, 3 * (1 << 20) + 5])
+def test_the_host_agrees_with_the_reference_on_more(nbytes: int) -> None:
+    flat = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    assert hash_host_bytes(flat.untyped_storage()) == hash_bytes(flat.untyped_storage())
 
 
 def test_many_that_are_read_together() -> None:

@@ -7,8 +7,6 @@ and nowhere else.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ import torch
 
 from legroom.alloclog import Log, ProfilerLog
 from legroom.arrange import Piece
+from legroom.runtime.hashing import hash_host_bytes
 from legroom.runtime.spill import Slot, SpillFile
 
 _DONE: Future[None] = Future()
@@ -212,11 +211,7 @@ class CpuDevice:
 
     def digest(self, storage: torch.UntypedStorage) -> bytes:
         """A digest of all bytes of a storage; equal digests are taken for equal bits."""
-        nbytes = storage.nbytes()
-        if nbytes == 0:
-            return b""
-        view = memoryview((ctypes.c_char * nbytes).from_address(storage.data_ptr()))
-        return hashlib.sha256(view).digest()
+        return hash_host_bytes(storage)
 
     def fingerprint(self, storage: torch.UntypedStorage, *, due: bool = False) -> Fingerprint:
         return _Digest(self.digest(storage))
