@@ -107,7 +107,7 @@ class CpuMeter:
         if step is None:
             return 0, 0
         level = peak = self.alive_bytes()
-        log = ProfilerLog(ops=False)
+        log = ProfilerLog(shapes=False)
         log.start()
         step(0)
         for event in log.stop():

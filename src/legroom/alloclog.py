@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import RecordScope, _RecordFunctionFast
 from torch.autograd.profiler import profile
 
 from legroom.history import History
@@ -75,32 +77,115 @@ def profiler_is_free() -> bool:
     return not torch._C._autograd._profiler_enabled()
 
 
-_sampler: SampledLog | None = None  # one step runs at a time in a process
+# What marks are written into, beside the profiler's ops; one step runs at a time in a process.
+_marked: SampledLog | MemoryLog | None = None
 
 
 def mark(name: str) -> Any:
     """A context that stands in the log of the step that runs."""
-    return _RecordFunctionFast(name) if _sampler is None else _SampledMark(_sampler, name)
+    return _RecordFunctionFast(name) if _marked is None else _marked.mark(name)
 
 
 @contextlib.contextmanager
 def unnoticed() -> Iterator[None]:
     """For memory that legroom takes and gives back at once: where counters are read, it is in no peak."""
-    if _sampler is not None:
-        _sampler.sample()
+    sampled = _marked if isinstance(_marked, SampledLog) else None
+    if sampled is not None:
+        sampled.sample()
     try:
         yield
     finally:
-        if _sampler is not None:
-            _sampler.forget_peak()
+        if sampled is not None:
+            sampled.forget_peak()
+
+
+class MemoryLog:
+    """The CPU allocator's events and marks, from the profiler, without any op: those are what takes the time.
+
+    Where the profiler hears of no op, it hears of no mark either. So a mark is a block of a size that nothing else has,
+    which is there as long as the mark: where it lies tells them apart.
+    """
+
+    def __init__(self) -> None:
+        self._profile = _profiler(cuda=False, shapes=False)
+        self._running = False
+        self._size = 2**14 + 2 * random.SystemRandom().randrange(2**13) + 1
+        self._marks: list[tuple[int, str]] = []  # addresses and names, in the order in which they began
+
+    def start(self) -> None:
+        global _marked
+        config, activities = self._profile.config(create_trace_id=True), self._profile.kineto_activities
+        _prepare_profiler(config, activities)
+        _enable_profiler(config, activities, {RecordScope.LITE_INTERPRETER})  # type: ignore[call-arg]  # no op runs in it
+        self._running = True
+        _marked = self
+
+    def cancel(self) -> None:
+        """End without reading; for steps that raise."""
+        if self._running:
+            with contextlib.suppress(Exception):
+                self._end()
+
+    def stop(self) -> list[Event]:
+        return list(self._read(self._end().experimental_event_tree()))
+
+    def mark(self, name: str) -> _PlacedMark:
+        return _PlacedMark(self, name)
+
+    def place(self, name: str) -> torch.UntypedStorage:
+        block = torch.UntypedStorage(self._size)  # type: ignore[no-untyped-call]
+        self._marks.append((block.data_ptr(), name))
+        return block
+
+    def _end(self) -> Any:
+        global _marked
+        _marked = None
+        self._running = False
+        return _disable_profiler()
+
+    def _read(self, nodes: Sequence[Any]) -> Iterator[Event]:
+        marks = iter(self._marks)
+        awaited = next(marks, None)
+        open_: dict[int, str] = {}
+        known: set[int] = set()
+        for node in nodes:
+            if node.name != _MEMORY or node.tag != _ALLOCATION:
+                continue
+            fields = node.typed[1]
+            if fields.device.type != "cpu":
+                continue
+            nbytes, address = fields.alloc_size, fields.ptr
+            if nbytes == self._size and awaited is not None and awaited[0] == address:
+                open_[address] = awaited[1]
+                awaited = next(marks, None)
+                yield Enter(open_[address], 0.0, "", False)
+            elif nbytes < 0 and address in open_:
+                yield Leave(open_.pop(address))
+            elif nbytes > 0 or address in known:  # see `_flatten`
+                (known.add if nbytes > 0 else known.discard)(address)
+                yield Allocation(nbytes)
+
+
+class _PlacedMark:
+    __slots__ = ("_block", "_log", "_name")
+
+    def __init__(self, log: MemoryLog, name: str) -> None:
+        self._log, self._name = log, name
+        self._block: torch.UntypedStorage | None = None
+
+    def __enter__(self) -> None:
+        self._block = self._log.place(self._name)
+
+    def __exit__(self, *error: Any) -> None:
+        self._block = None
 
 
 class ProfilerLog:
-    """The CPU allocator's events, from the profiler; with `ops`, backward's shapes as well, unless they are known: to
+    """The CPU allocator's events, from the profiler, and backward's ops, with their shapes unless these are known: to
     write them down takes a third of the time of such a log."""
 
-    def __init__(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> None:
-        self._profile = _profiler(cuda=False, shapes=ops and shapes)
+    def __init__(self, *, shapes: bool = True, blocks: bool = False) -> None:
+        self._profile = _profiler(cuda=False, shapes=shapes)
         self._blocks = blocks
         self._running = False
 
@@ -138,7 +223,7 @@ class SampledLog:
         self._places: list[int] = []  # of each mark: how many of them lie between the beginning and it
 
     def start(self) -> None:
-        global _sampler
+        global _marked
         if self._profile is not None:
             self._profile.__enter__()
         if self._history is not None:
@@ -146,11 +231,11 @@ class SampledLog:
         torch._C._cuda_resetPeakMemoryStats(self._index)
         self._last = self._read()[0]
         self._requests_before = self._requests
-        _sampler = self
+        _marked = self
 
     def cancel(self) -> None:
-        global _sampler
-        _sampler = None
+        global _marked
+        _marked = None
         if self._history is not None:
             self._history.cancel()
         if self._profile is not None:
@@ -158,9 +243,9 @@ class SampledLog:
                 self._profile.__exit__(None, None, None)
 
     def stop(self) -> list[Event]:
-        global _sampler
+        global _marked
         self.sample()
-        _sampler = None
+        _marked = None
         if self._history is not None:
             requests = self._requests - self._requests_before
             self._events = with_requests(self._events, [*self._places, requests], self._history.stop())
@@ -170,6 +255,9 @@ class SampledLog:
             self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         return list(self._merged(_flatten(results.experimental_event_tree(), _kernels(results), blocks=False)))
+
+    def mark(self, name: str) -> _SampledMark:
+        return _SampledMark(self, name)
 
     def sample(self) -> None:
         """What happened since the last look: up to the peak, and from there to where it stands."""

@@ -9,7 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.alloclog import OP, TICK, Allocation, Block, Enter, Event, Leave, ProfilerLog, SampledLog, with_requests
+from legroom.alloclog import (
+    OP,
+    TICK,
+    Allocation,
+    Block,
+    Enter,
+    Event,
+    Leave,
+    MemoryLog,
+    ProfilerLog,
+    SampledLog,
+    mark,
+    profiler_is_free,
+    with_requests,
+)
 from legroom.history import blocks
 
 MAIN, ENGINE = 1, 2
@@ -121,7 +135,7 @@ def test_counted_bytes_stay_before_the_mark_at_which_they_were_counted() -> None
 
 @pytest.mark.parametrize("blocks", [True, False])
 def test_the_cpus_log_tells_which_block_goes(blocks: bool) -> None:
-    log = ProfilerLog(ops=True, blocks=blocks)
+    log = ProfilerLog(blocks=blocks)
     log.start()
     kept = torch.empty(100, dtype=torch.uint8)
     gone = torch.empty(300, dtype=torch.uint8)
@@ -132,3 +146,42 @@ def test_the_cpus_log_tells_which_block_goes(blocks: bool) -> None:
     assert [(event.key, event.nbytes) for event in events if isinstance(event, Block)] == (
         [(0, 100), (1, 300), (1, 0)] if blocks else []
     )
+
+
+def test_a_log_of_memory_alone_has_its_marks_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the size of a mark among them, also where one was before; and blocks from before the log."""
+    before = torch.empty(200, dtype=torch.uint8)
+    log = MemoryLog()
+    log.start()
+    with mark(OP):
+        kept = torch.empty(100, dtype=torch.uint8)
+        with mark(TICK):
+            like = torch.UntypedStorage(log._size)
+            del before
+        del like
+        gone = torch.empty(300, dtype=torch.uint8)
+    for _ in range(3):
+        del gone
+        gone = torch.empty(log._size, dtype=torch.uint8)
+        with mark(TICK):
+            pass
+    events = log.stop()
+    size = log._size
+    moves = [event.nbytes if isinstance(event, Allocation) else (type(event), event.name) for event in events]
+    inside = [(Enter, OP), 100, (Enter, TICK), size, (Leave, TICK), -size, 300, (Leave, OP)]
+    each = [size, (Enter, TICK), (Leave, TICK)]
+    assert moves == [*inside, -300, *each, -size, *each, -size, *each]
+    assert len(kept) == 100 and len(gone) == size
+    with mark(OP):  # in no log
+        pass
+
+
+def test_a_log_of_memory_alone_that_is_given_up_leaves_the_profiler_free() -> None:
+    log = MemoryLog()
+    log.start()
+    with mark(OP):
+        assert not profiler_is_free()
+    log.cancel()
+    log.cancel()
+    assert profiler_is_free()
+    assert isinstance(mark(OP), torch._C._profiler._RecordFunctionFast)

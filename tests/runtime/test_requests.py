@@ -316,7 +316,7 @@ def test_plain_steps_ask_for_the_same_in_the_same_order(name: str) -> None:
     model, optimizer, step = make()
     step()
     step()
-    log = ProfilerLog(ops=True, blocks=True)
+    log = ProfilerLog(blocks=True)
     log.start()
     step()
     blocks = [event for event in log.stop() if isinstance(event, Block)]

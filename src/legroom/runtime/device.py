@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from legroom.alloclog import Log, ProfilerLog
+from legroom.alloclog import Log, MemoryLog, ProfilerLog
 from legroom.arrange import Piece
 from legroom.runtime.hashing import hash_host_bytes
 from legroom.runtime.spill import Slot, SpillFile
@@ -176,7 +176,7 @@ class CpuDevice:
     def log(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> Log:
         """The allocator's log. `ops`: with what ops are known by; the CPU's always has their times. blocks: one by
         one."""
-        return ProfilerLog(ops=ops, shapes=shapes, blocks=blocks)
+        return ProfilerLog(shapes=shapes, blocks=blocks) if ops else MemoryLog()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
