@@ -24,7 +24,7 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 
 
 class Census:
-    """One count of all tensors, taken at the start of a step."""
+    """What is alive at the start of a step: one count of all tensors."""
 
     def __init__(
         self,
@@ -33,8 +33,10 @@ class Census:
         optimizer: torch.optim.Optimizer | None,
         *,
         thorough: bool,
+        what: bool = True,
     ) -> None:
-        """thorough: look for garbage among objects that have been there for long, too."""
+        """thorough: look for garbage among objects that have been there for long, too. what: not only how much it is,
+        for which a device that counts needs no look at every object of the program."""
         # Garbage still counted now would be freed at a moment nobody can predict.
         gc.collect(2 if thorough else 1)
         self.kinds: dict[int, Kind] = {}
@@ -46,11 +48,12 @@ class Census:
         self._watches: list[_Watch] = []
         self._watched: dict[int, int] = {}  # bytes by storage
         self._dead: list[Any] = []  # watches, not noted yet
-        for name, tensor, kind in _known(model, optimizer):
-            self._add(tensor, device.name, kind, name)
-        for tensor in _all_tensors():
-            self._add(tensor, device.name, "input", "")
         alive = device.alive_bytes()
+        if what or alive is None:
+            for name, tensor, kind in _known(model, optimizer):
+                self._add(tensor, device.name, kind, name)
+            for tensor in _all_tensors():
+                self._add(tensor, device.name, "input", "")
         self.base_bytes = alive if alive is not None else sum(self.nbytes.values())
         if alive is not None:
             return  # such a log reports every free
