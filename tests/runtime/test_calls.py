@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import legroom
 from legroom.ir import Tick
+from legroom.runtime import calls as calls_module
 from legroom.runtime.calls import Called, needed_ticks
 from legroom.runtime.device import CpuDevice
 from tests.harness import assert_same, run_plain, run_room
@@ -239,6 +242,42 @@ def test_an_evaluation_in_the_step_takes_the_way_it_would_take(few_hooks: None) 
 
     fit = partial(legroom.fit, budget="1GiB", planner=random_planner((1, 1, 2, 2), seed=1))
     assert losses(fit) == losses(Plain)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoderLayer(16, 2, 8),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 8, batch_first=True), 1),
+        lambda: nn.MultiheadAttention(16, 2),
+    ],
+)
+def test_modules_with_ways_of_their_own_are_seen_when_they_come_and_go(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def look(*types: type) -> list[Any]:
+        looks.append(len(types))
+        return gc.get_referrers(*types)
+
+    monkeypatch.setattr(calls_module, "gc", SimpleNamespace(get_referrers=look))
+    gc.collect()
+    ways = calls_module._FastWays()
+    before = make().train()
+    assert not ways.open() and not ways.open()
+    assert len(looks) == 1  # nothing came or went
+    after = make().train()
+    assert not ways.open()
+    after.eval()
+    assert ways.open()
+    after.train()
+    before.eval()
+    assert ways.open()
+    assert len(looks) == 2
+    del before
+    gc.collect()
+    assert not ways.open()
 
 
 def test_a_storage_is_hooked_everywhere_or_nowhere() -> None:

@@ -9,11 +9,11 @@ Where a step makes other calls than the one that was learned, everything is on f
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ from legroom.runtime.stacks import CALLS, OPS
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
 _WITH_FAST_WAYS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
-_LOOK_EVERY_SECONDS = 10.0
+# Others may let go of a type at the moment at which a module is made; and where threads count for themselves, nothing
+# is known of how many there are.
+_LOOK_EVERY_SECONDS = 300.0 if getattr(sys, "_is_gil_enabled", lambda: True)() else 10.0
 # Functions that write to running statistics when they train, without their schema saying so.
 _WITH_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index"))
 _MOST_EXTRA = 64  # calls in a row that were not there before, such as those of a line that logs now and then
@@ -44,17 +46,34 @@ def countable(trace: Trace) -> bool:
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if getattr(frames, "FRAME_COUNTER", 0) or any(op.name.startswith(_UNCOUNTED) for op in trace.ops):
         return False
-    return not _fast_ways(int(time.monotonic() / _LOOK_EVERY_SECONDS))
+    return not _fast_ways.open()
 
 
-@functools.lru_cache(1)
-def _fast_ways(_: int) -> bool:
-    """Whether there is a module that takes them, called already or not. A look at all objects takes 10 ms and more."""
-    return any(
-        isinstance(module, kind) and not module.training
-        for kind in _WITH_FAST_WAYS
-        for module in gc.get_referrers(kind)
-    )
+class _FastWays:
+    """Modules that take ways of their own, called already or not, which counting calls would take from them.
+
+    To find them takes a look at all objects: 50 ms in a large program. So it is taken when their number may have
+    changed: each object counts as a reference to its type, and so does what else there is of them.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, ...] = ()
+        self._until = -1.0
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def open(self) -> bool:
+        """Whether there is one that is not training."""
+        modules: list[Any] = [module() for module in self._modules]
+        now = tuple(map(sys.getrefcount, _WITH_FAST_WAYS))
+        if now != self._seen or None in modules or time.monotonic() >= self._until:
+            del modules
+            modules = [found for found in gc.get_referrers(*_WITH_FAST_WAYS) if isinstance(found, _WITH_FAST_WAYS)]
+            self._modules = [weakref.ref(module) for module in modules]
+            self._seen, self._until = now, time.monotonic() + _LOOK_EVERY_SECONDS
+        return any(not module.training for module in modules if module is not None)
+
+
+_fast_ways = _FastWays()
 
 
 class Called(NamedTuple):
