@@ -17,6 +17,7 @@ import pytest
 
 from bench import budget, endurance
 from bench.rows import Results, Row, read, write
+from legroom.errors import LegroomError
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -71,10 +72,16 @@ def test_each_claim_can_be_missed(fields: dict[str, Any], expected: list[str]) -
         (("--render", "nowhere.json"), "cannot be read"),
     ],
 )
-def test_nonsense_is_refused_in_a_line(arguments: tuple[str, str], said: str) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "endurance.py"), *arguments]
+def test_nonsense_is_refused(arguments: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, LegroomError)) as refused:
+        endurance.main(arguments)
+    assert said in f"{refused.value}{capsys.readouterr().err}" and refused.value.args != (0,)
+
+
+def test_an_error_is_one_line() -> None:
+    command = [sys.executable, str(ROOT / "bench" / "endurance.py"), "--render", "nowhere.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and "cannot be read" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_workload_that_was_not_measured_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from bench import scaling
 from bench.scaling import Results, Row, ScalingError, from_json, growth, page, to_json, verdicts
+from legroom.errors import LegroomError
 
 ROOT = Path(__file__).parents[1]
 RUN = {"command": "python bench/scaling.py", "torch": "2.13.0"}
@@ -97,7 +98,10 @@ def test_a_file_that_is_none_is_refused(change: dict[str, object], said: str) ->
         from_json(json.dumps({**json.loads(to_json(results((100, 1.0)))), **change}))
 
 
-def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_to_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "SHARES", scaling.SHARES[:1])
     found = tmp_path / "scaling.json"
     assert scaling.main(["--gaps", "20,40", "--recorded", "lstm", "--commit", "abc", "--json", str(found)]) == 0
     first = found.with_suffix(".md").read_text()
@@ -119,7 +123,13 @@ def test_from_the_command_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--json", "nowhere/scaling.json"), "no such folder"),
     ],
 )
-def test_nonsense_is_refused_in_a_line(arguments: tuple[str, str], said: str) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "scaling.py"), *arguments]
+def test_nonsense_is_refused(arguments: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, LegroomError)) as refused:
+        scaling.main(arguments)
+    assert said in f"{refused.value}{capsys.readouterr().err}" and refused.value.args != (0,)
+
+
+def test_an_error_is_one_line() -> None:
+    command = [sys.executable, str(ROOT / "bench" / "scaling.py"), "--render", "nowhere.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode != 0 and "cannot be read" in done.stderr and done.stderr.count("\n") == 1

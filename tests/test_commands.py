@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -65,13 +66,17 @@ if __name__ == "__main__":
 Printed = pytest.CaptureFixture[str]
 
 
+@functools.cache
+def half_plan() -> Plan:
+    return PLANNERS["auto"](TRACE, PRESETS["h200"], HALF)
+
+
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with a trace, a plan for it, and a machine."""
     monkeypatch.chdir(tmp_path)
     traceio.save(TRACE, "trace.json.gz")
-    plan = PLANNERS["auto"](TRACE, PRESETS["h200"], HALF)
-    Path("plan.json").write_text(plan_to_json(plan))
+    Path("plan.json").write_text(plan_to_json(half_plan()))
     Path("machine.json").write_text(hardware_to_json(replace(PRESETS["h200"], name="mine")))
     return tmp_path
 
