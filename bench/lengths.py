@@ -279,13 +279,14 @@ def _start(event: Any) -> int:
 
 @contextlib.contextmanager
 def overheard(heard: list[Any]) -> Iterator[None]:
-    """Every profile that ends meanwhile leaves its events here, legroom's own among them."""
+    """Every profile of ops that ends meanwhile leaves what it heard here, legroom's own among them. To read its events
+    takes as long as a step, which is not legroom's doing: that is left for later."""
     profile = torch.autograd.profiler.profile
     leave = profile.__exit__
 
     def tapped(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
-        heard.append(self.kineto_results.events())
+        heard.append(self.kineto_results)
         return result
 
     profile.__exit__ = tapped  # type: ignore[method-assign]
@@ -397,7 +398,7 @@ def _followed(job: Job) -> Row:
             if heard:
                 alive = meter.alive_bytes()
                 foreseen = foreseen_bytes(room)
-                looked += [(number, peak_of(events, alive), foreseen, ours) for events in heard]
+                looked += [(number, peak_of(results.events(), alive), foreseen, ours) for results in heard]
                 heard.clear()
             bits = loss.item().hex()
             if bits != wanted["losses"][number]:
@@ -429,11 +430,12 @@ def _row(
     rows = followed.steps if followed is not None else ()
     first = len(seconds) - len(rows)  # steps before it was seen that inputs vary: all of them recorded
     courses = ["sheltered"] * first + [row.course for row in rows]
-    watched = {number for number, *_ in looked}
+    measured_by_legroom = {first + i for i, row in enumerate(rows) if row.measured_bytes}
+    watched = {number for number, *_ in looked} | measured_by_legroom
     usual = [i for i in range(first, len(seconds)) if courses[i] == "planned" and i not in watched]
     planning = [0.0] * first + [row.planning_seconds for row in rows]
     later = sorted(planning[i] for i in usual if i >= WARMUP * job.steps)
-    # Steps with a profile of our own are slow because of us; the others that were looked at, because of legroom.
+    # Steps with a profile of our own are slow because of us; the others that were measured, because of legroom.
     own = {number for number, *_, ours in looked if ours}
     samples = [(sizes[i], seconds[i] - planning[i]) for i in usual]
     extra = [
