@@ -50,6 +50,7 @@ from bench.children import append_row, run_child
 from bench.meters import CpuMeter
 from bench.rows import Results, Row, read, write
 from bench.verdicts import Verdict
+from legroom.alloclog import MemoryLog
 from legroom.doctor import ALLOCATOR_SETTINGS
 from legroom.errors import LegroomError
 from legroom.plan import signature
@@ -263,6 +264,19 @@ class Training:
 # a second opinion on memory
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a profiler heard of one step. To read its events takes as long as a step: that is left for later."""
+
+    results: Any
+    mark_bytes: int = 0  # blocks of this size are marks in the log of legroom's, and none of the step's
+
+    def events(self) -> list[Any]:
+        return [
+            event for event in self.results.events() if abs(event.nbytes()) != self.mark_bytes or not self.mark_bytes
+        ]
+
+
 def peak_of(events: Sequence[Any], alive_after_bytes: int) -> int:
     """The most bytes alive at once, from the allocator's events and what is left when they end."""
     changes = [event.nbytes() for event in sorted(events, key=_start) if event.name() == "[memory]"]
@@ -278,22 +292,26 @@ def _start(event: Any) -> int:
 
 
 @contextlib.contextmanager
-def overheard(heard: list[Any]) -> Iterator[None]:
-    """Every profile of ops that ends meanwhile leaves what it heard here, legroom's own among them. To read its events
-    takes as long as a step, which is not legroom's doing: that is left for later."""
+def overheard(heard: list[Heard]) -> Iterator[None]:
+    """Every profile that ends meanwhile leaves what it heard here, legroom's own among them."""
     profile = torch.autograd.profiler.profile
-    leave = profile.__exit__
+    leave, end = profile.__exit__, MemoryLog._end
 
-    def tapped(self: Any, *error: Any) -> Any:
+    def left(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
-        heard.append(self.kineto_results)
+        heard.append(Heard(self.kineto_results))
         return result
 
-    profile.__exit__ = tapped  # type: ignore[method-assign]
+    def ended(self: MemoryLog) -> Any:
+        results = end(self)
+        heard.append(Heard(results, self._size))
+        return results
+
+    profile.__exit__, MemoryLog._end = left, ended  # type: ignore[method-assign]
     try:
         yield
     finally:
-        profile.__exit__ = leave  # type: ignore[method-assign]
+        profile.__exit__, MemoryLog._end = leave, end  # type: ignore[method-assign]
 
 
 def resident_bytes() -> int:
@@ -382,7 +400,7 @@ def _followed(job: Job) -> Row:
     sizes: list[Sizes] = []
     resident: list[int] = []
     looked: list[tuple[int, int, int, bool]] = []  # step, measured, foreseen, whether by a profile of our own
-    heard: list[Any] = []
+    heard: list[Heard] = []
     different = ""
     room = legroom.fit(training.model, training.optimizer, budget=job.budget_bytes)
     with room, overheard(heard):
@@ -398,7 +416,7 @@ def _followed(job: Job) -> Row:
             if heard:
                 alive = meter.alive_bytes()
                 foreseen = foreseen_bytes(room)
-                looked += [(number, peak_of(results.events(), alive), foreseen, ours) for results in heard]
+                looked += [(number, peak_of(one.events(), alive), foreseen, ours) for one in heard]
                 heard.clear()
             bits = loss.item().hex()
             if bits != wanted["losses"][number]:

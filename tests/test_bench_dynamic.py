@@ -106,7 +106,7 @@ def test_between_two_points() -> None:
 
 
 def test_a_peak_is_read_from_the_allocators_events() -> None:
-    heard: list[Any] = []
+    heard: list[lengths.Heard] = []
     kept = torch.zeros(1000)
     meter = CpuMeter()
     before = meter.alive_bytes()
@@ -116,7 +116,7 @@ def test_a_peak_is_read_from_the_allocators_events() -> None:
         del a
         c = torch.zeros(2500)
     assert len(heard) == 1
-    assert lengths.peak_of(heard[0], meter.alive_bytes()) == before + 4 * 8000
+    assert lengths.peak_of(heard[0].events(), meter.alive_bytes()) == before + 4 * 8000
     assert kept.numel() + b.numel() + c.numel() == 6500
     with lengths._profile():
         pass

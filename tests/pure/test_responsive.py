@@ -172,9 +172,12 @@ def test_a_decision_takes_no_more_than_twenty_evaluations(share: float) -> None:
     codes = plans.codes(budget)
     assert codes is not None
     evaluator = Evaluator(read("resnet152"), H200)
-    one = min(timeit.repeat(lambda: evaluator.evaluate(codes), number=1, repeat=30))
-    whole = min(timeit.repeat(lambda: plans.decide(numbers, budget), number=1, repeat=30))
-    assert whole <= 20 * one
+
+    def evaluations() -> float:
+        one = min(timeit.repeat(lambda: evaluator.evaluate(codes), number=1, repeat=30))
+        return min(timeit.repeat(lambda: plans.decide(numbers, budget), number=1, repeat=30)) / one
+
+    assert min(evaluations() for _ in range(4)) <= 20  # others may have the processor for all of one of them
 
 
 def test_what_is_of_another_structure_is_refused() -> None:
