@@ -12,7 +12,7 @@ import contextlib
 import os
 import random
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -110,7 +110,7 @@ class MemoryLog:
         self._profile = _profiler(cuda=False, shapes=False)
         self._running = False
         self._size = 2**14 + 2 * random.SystemRandom().randrange(2**13) + 1
-        self._marks: list[tuple[int, str]] = []  # addresses and names, in the order in which they began
+        self._marks: dict[int, deque[str]] = defaultdict(deque)  # names by address, in the order in which they began
 
     def start(self) -> None:
         global _marked
@@ -129,12 +129,13 @@ class MemoryLog:
     def stop(self) -> list[Event]:
         return list(self._read(self._end().experimental_event_tree()))
 
-    def mark(self, name: str) -> _PlacedMark:
-        return _PlacedMark(self, name)
+    def mark(self, name: str) -> Any:
+        """None where the profiler does not listen: it goes by threads, those of autograd excepted."""
+        return contextlib.nullcontext() if profiler_is_free() else _PlacedMark(self, name)
 
     def place(self, name: str) -> torch.UntypedStorage:
         block = torch.UntypedStorage(self._size)  # type: ignore[no-untyped-call]
-        self._marks.append((block.data_ptr(), name))
+        self._marks[block.data_ptr()].append(name)
         return block
 
     def _end(self) -> Any:
@@ -144,8 +145,6 @@ class MemoryLog:
         return _disable_profiler()
 
     def _read(self, nodes: Sequence[Any]) -> Iterator[Event]:
-        marks = iter(self._marks)
-        awaited = next(marks, None)
         open_: dict[int, str] = {}
         known: set[int] = set()
         for node in nodes:
@@ -155,9 +154,8 @@ class MemoryLog:
             if fields.device.type != "cpu":
                 continue
             nbytes, address = fields.alloc_size, fields.ptr
-            if nbytes == self._size and awaited is not None and awaited[0] == address:
-                open_[address] = awaited[1]
-                awaited = next(marks, None)
+            if nbytes == self._size and self._marks.get(address):
+                open_[address] = self._marks[address].popleft()
                 yield Enter(open_[address], 0.0, "", False)
             elif nbytes < 0 and address in open_:
                 yield Leave(open_.pop(address))

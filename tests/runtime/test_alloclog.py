@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -173,6 +174,25 @@ def test_a_log_of_memory_alone_has_its_marks_in_their_places() -> None:
     assert len(kept) == 100 and len(gone) == like.nbytes() == size
     with mark(OP):  # in no log
         pass
+
+
+def test_marks_of_a_thread_that_the_profiler_does_not_hear_are_left_out() -> None:
+    log = MemoryLog()
+    log.start()
+
+    def elsewhere() -> None:
+        with mark(OP):
+            pass
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    with mark(TICK):
+        pass
+    assert [(type(event), event.name) for event in log.stop() if isinstance(event, (Enter, Leave))] == [
+        (Enter, TICK),
+        (Leave, TICK),
+    ]
 
 
 def test_a_log_of_memory_alone_that_is_given_up_leaves_the_profiler_free() -> None:

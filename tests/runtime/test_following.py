@@ -1022,3 +1022,33 @@ def test_hooks_are_left_out_while_there_is_one_op_sequence(monkeypatch: pytest.M
         net.skip = False
         every = steps(8)[-3:]
         assert every and all(some == all_ for some, all_ in every), every
+
+
+def test_a_graph_of_an_earlier_step_gone_through_in_a_measured_one() -> None:
+    """Its ticks are in the log too, which is then no measure of the plan."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(*layers)
+    side = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    kept: list[Tensor] = []
+
+    def step(number: int, rows: int) -> None:
+        loss = model(torch.randn(rows, 128)).sum()
+        if number >= 6 and kept:
+            torch.autograd.grad(kept[0], list(side.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            kept.append(side(torch.randn(200, 128)).sum())
+
+    trace = legroom.capture(lambda: step(-1, 512), model=model, optimizer=optimizer)
+    budget = (legroom.floor_bytes(trace) + trace.peak_bytes) // 2 + 2**20
+    with legroom.fit(model, optimizer, budget=budget) as room:
+        for number, rows in enumerate((345, 365, 443, 332, 400, 478, 456, 381, 433, 390, 350, 411)):
+            with room.step():
+                step(number, rows)
+        followed = room.report().followed
+    assert followed is not None
+    assert any(row.course == "planned" and row.measured_bytes for row in followed.steps), followed.steps

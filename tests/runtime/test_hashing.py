@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import legroom
 from legroom.runtime.hashing import MOST_DUE, DueFingerprint, hash_bytes, hash_host_bytes
 
 SIZES = [0, 1, 7, 8, 9, 4095 * 8, 4096 * 8, 4096 * 8 + 3, 100_003]
@@ -52,6 +53,20 @@ def test_the_host_agrees_with_the_reference(data: bytes, begin: int) -> None:
 def test_the_host_agrees_with_the_reference_on_more(nbytes: int) -> None:
     flat = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
     assert hash_host_bytes(flat.untyped_storage()) == hash_bytes(flat.untyped_storage())
+
+
+def test_what_has_no_bytes_anywhere_is_not_read() -> None:
+    """Tensors of the meta device come up in recorded steps: where modules are made without filling them, say."""
+    meta = torch.empty(1000, device="meta").untyped_storage()
+    assert meta.nbytes() == 4000
+    assert hash_host_bytes(meta) == hash_host_bytes(torch.empty(1000, device="meta").untyped_storage())
+    model = torch.nn.Linear(4, 4)
+
+    def step() -> None:
+        torch.nn.utils.skip_init(torch.nn.Linear, 4, 4)
+        model(torch.ones(2, 4) + (torch.empty(10, device="meta") + 1).numel()).sum().backward()
+
+    assert legroom.capture(step, model=model).peak_bytes > 0
 
 
 def test_many_that_are_read_together() -> None:

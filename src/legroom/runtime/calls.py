@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import sysconfig
 import time
 import types
 import weakref
@@ -27,9 +28,9 @@ from legroom.runtime.stacks import CALLS, OPS
 # Ops that PyTorch chooses only where nobody counts calls: there, counting would change the bits.
 _UNCOUNTED = ("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
 _WITH_FAST_WAYS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
-# Others may let go of a type at the moment at which a module is made; and where threads count for themselves, nothing
-# is known of how many there are.
-_LOOK_EVERY_SECONDS = 300.0 if getattr(sys, "_is_gil_enabled", lambda: True)() else 10.0
+# Others may let go of a type between two looks, and a module made meanwhile goes unnoticed; and in builds where threads
+# count references for themselves, nothing is known of how many there are.
+_LOOK_EVERY_SECONDS = 10.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else 60.0
 # Functions that write to running statistics when they train, without their schema saying so.
 _WITH_STATISTICS = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "_batch_norm_impl_index"))
 _MOST_EXTRA = 64  # calls in a row that were not there before, such as those of a line that logs now and then
