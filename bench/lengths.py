@@ -272,9 +272,8 @@ class Heard:
     mark_bytes: int = 0  # blocks of this size are marks in the log of legroom's, and none of the step's
 
     def events(self) -> list[Any]:
-        return [
-            event for event in self.results.events() if abs(event.nbytes()) != self.mark_bytes or not self.mark_bytes
-        ]
+        events = self.results.events()
+        return [event for event in events if not self.mark_bytes or abs(event.nbytes()) != self.mark_bytes]
 
 
 def peak_of(events: Sequence[Any], alive_after_bytes: int) -> int:

@@ -109,6 +109,7 @@ class MemoryLog:
     def __init__(self) -> None:
         self._profile = _profiler(cuda=False, shapes=False)
         self._running = False
+        # Drawn from the system: the program's own random state stays as it is.
         self._size = 2**14 + 2 * random.SystemRandom().randrange(2**13) + 1
         self._marks: dict[int, deque[str]] = defaultdict(deque)  # names by address, in the order in which they began
 
@@ -130,7 +131,7 @@ class MemoryLog:
         return list(self._read(self._end().experimental_event_tree()))
 
     def mark(self, name: str) -> Any:
-        """None where the profiler does not listen: it goes by threads, those of autograd excepted."""
+        """One that does nothing where the profiler does not listen: it listens to this thread and those of autograd."""
         return contextlib.nullcontext() if profiler_is_free() else _PlacedMark(self, name)
 
     def place(self, name: str) -> torch.UntypedStorage:

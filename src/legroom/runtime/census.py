@@ -33,7 +33,7 @@ class Census:
         optimizer: torch.optim.Optimizer | None,
         *,
         thorough: bool,
-        what: bool = True,
+        what: bool,
     ) -> None:
         """thorough: look for garbage among objects that have been there for long, too. what: not only how much it is,
         for which a device that counts needs no look at every object of the program."""

@@ -174,8 +174,7 @@ class CpuDevice:
         return []
 
     def log(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> Log:
-        """The allocator's log. `ops`: with what ops are known by; the CPU's always has their times. blocks: one by
-        one."""
+        """The allocator's log. `ops`: with what ops are known by, and their times. blocks: one by one."""
         return ProfilerLog(shapes=shapes, blocks=blocks) if ops else MemoryLog()
 
     def allocate(self, nbytes: int) -> torch.Tensor:

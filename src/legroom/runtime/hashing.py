@@ -25,6 +25,7 @@ _SEEDS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 _CHUNK_WORDS = 1 << 20
 _HALF = 2048  # of the places for results: they are cleared so many at a time
 MOST_DUE = _HALF - 64  # fingerprints
+_COMPILES = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 _ANSWERS = 256  # on the host at once; a step asks for two, and hears of them a step or two later
 
 
@@ -44,7 +45,7 @@ def hash_host_bytes(storage: torch.UntypedStorage) -> bytes:
     """The same for what is in the memory of the host: ten times as fast as SHA-256."""
     nbytes = storage.nbytes()
     address = storage.data_ptr() if nbytes else 0
-    if address and numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    if address and not _COMPILES:
         return hash_bytes(storage)
     sums = sums_at(address, nbytes) if address else (0, 0)  # tensors of the meta device have bytes, but nowhere
     return struct.pack("<QQq", *sums, nbytes)
