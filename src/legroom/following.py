@@ -37,7 +37,7 @@ from legroom.runtime.knownsizes import KnownAt, KnownSizes, Proof
 from legroom.runtime.program import Program
 from legroom.runtime.recorder import Outline
 from legroom.runtime.steps import PlannedStep, Setting, ShelteredStep
-from legroom.schedule import Schedule, SwapOut, check_schedule, lower, memory_curve
+from legroom.schedule import Schedule, SwapOut, lower, memory_curve
 from legroom.sizes import Numbers, SizeModel, structure_of, with_numbers
 from legroom.strays import foreseen
 from legroom.units import format_bytes
@@ -407,10 +407,12 @@ class Following:
         """trace: the template with the numbers."""
         if schedule is None:
             schedule = lower(trace, plan, self._hardware())
-        peak = check_schedule(trace, schedule)
+        curve = memory_curve(trace, schedule)
+        peak = max((trace.head_peak_bytes, *(peak for _, _, peak in curve)))
         # What a program asks of ops and ticks is the same at all sizes, and so they are shared.
         shared = replace(trace, ops=template.ops, ticks=template.ticks)
-        program = Program(shared, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit)
+        room = (curve, self._budget_bytes) if self._device.has_cap else None
+        program = Program(shared, schedule, reserve_bytes=reserve_bytes, sizes_fit=sizes_fit, room=room)
         swapped = {i.storage for i in schedule.instructions if isinstance(i, SwapOut)}
         self._device.prepare([trace.storages[storage].nbytes for storage in swapped])
         return Rung(template, numbers, plan, schedule, program, peak, Peaks(trace, schedule))
@@ -554,7 +556,8 @@ class Following:
             for storage, times in inner.executor.checks.replayed.items():
                 if times >= len(program.recipes[storage]):
                     proven.add(proofs[storage])
-        if inner.curve is not None and self.rung is not None:
+        # Where something went beside the plan, to make room, it is not the plan's own curve.
+        if inner.curve is not None and self.rung is not None and not inner.executor.refused:
             segments = inner.curve.segments[1:]
             # Going through the graph of another step meanwhile has ticks of its own in the log.
             if len(segments) == len(course.model.template.ticks):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import legroom
@@ -18,7 +20,8 @@ from legroom.hardware import PRESETS
 from legroom.ir import Op, Storage, Tick, Trace, validate
 from legroom.jsonio import write_text
 from legroom.plan import to_json
-from legroom.runtime.pressure import Pressure
+from legroom.runtime.pressure import Pressure, Relief
+from legroom.runtime.program import NO_STORAGE, MakeRoom, _Room
 from legroom.runtime.residency import Handle, Ledger
 from tests.runtime.test_cap import Capped
 
@@ -297,3 +300,84 @@ def test_in_backward_no_mode_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(watched for _, watched in seen)
     assert {trace.ticks[tick].kind for tick, watched in seen if watched} == {"pack"}
     assert {trace.ticks[tick].kind for tick, _ in seen} == {"pack", "unpack"}
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_room_is_made_for_all_that_takes_much_of_what_is_free(draw: st.DataObject) -> None:
+    """At the hooks that there are, for all that is asked for until the next one."""
+    count, budget = draw.draw(st.integers(1, 12)), 100 * MIB
+    levels = draw.draw(st.lists(st.integers(0, 99 * MIB), min_size=count, max_size=count))
+    above = draw.draw(st.lists(st.integers(0, 60 * MIB), min_size=count, max_size=count))
+    hooked = sorted(draw.draw(st.sets(st.integers(0, count - 1), min_size=1)) | {0})
+    # The trace keeps everything; under the schedule less is alive.
+    ticks = tuple(Tick("pack", 0, 0, 200 * MIB, 200 * MIB + more) for more in above)
+    trace = replace(trace_of((), 1), ticks=ticks)
+    curve = [(number, level, level + more) for number, (level, more) in enumerate(zip(levels, above, strict=True))]
+
+    made = _Room(trace, curve, budget).made_at(hooked)
+
+    for place, first in enumerate(hooked):
+        until = hooked[place + 1] if place + 1 < len(hooked) else count
+        need = max(levels[t] + above[t] for t in range(first, until)) - levels[first]
+        tight = need > MIB and 4 * need > budget - levels[first]
+        assert made.get(first, ()) == ((MakeRoom(first, NO_STORAGE, need),) if tight else ())
+    assert made.keys() <= set(hooked)
+
+
+def test_what_takes_much_of_what_is_free_goes_elsewhere_until_it_fits(
+    saved: tuple[Tight, Ledger, list[Handle]],
+) -> None:
+    device, ledger, handles = saved
+    device.refuses_bytes = 3 * MIB
+    relief = Relief(trace_of((), 4))
+
+    assert relief.make_room(ledger, 4, handles[3].entry, 2 * MIB) == 2
+    assert away(handles) == [0, 1]
+    device.refuses_bytes = 100 * MIB
+    assert relief.make_room(ledger, 4, handles[3].entry, 2 * MIB) == 1  # and gives up without an error
+    assert away(handles) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("refused", "what"),
+    [(8, "before a swap"), (14, "before a swap"), (8, "before a replay"), (14, "before a replay"), (8, "at a swap")],
+)
+def test_a_step_whose_plan_follows_its_size_goes_on_as_well(
+    refused: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for what the program asks for, or for what the plan brings back. Step 8 has a new size; in step
+    14 hooks are left out, and what could go when the first copy comes back is up to the plan."""
+    device = Tight()
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+    # However long ops take.
+    pace = 1e6 if what == "before a replay" else 1e13
+    link = replace(PRESETS["cpu"], out_bytes_per_second=pace, in_bytes_per_second=pace)
+    monkeypatch.setattr(rooms, "probe", lambda *_: link)
+    if what == "at a swap":
+        monkeypatch.setattr(Relief, "make_room", lambda *_: 0)  # so that it is not looked for before
+    sizes = [4096, 3100, 3600, 2600, 3300, 2900, 3900, 2700, 3500, *[4096, 3100, 3600, 2600, 3300, 2900]]
+    losses: list[list[Tensor]] = []
+    for planned in (False, True):
+        model, optimizer = built()
+        losses.append([])
+        with legroom.fit(model, optimizer, budget="30MiB") if planned else contextlib.nullcontext() as room:
+            for number, rows in enumerate(sizes):
+                x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(number))
+                with room.step() if room is not None else contextlib.nullcontext():
+                    loss = model(x)
+                    device.refuses_bytes = MIB if planned and number == refused else 0
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses[-1].append(loss.detach())
+                if room is not None and room._following is not None:
+                    room._following.settle()
+            if room is not None:
+                report = room.report()
+        losses[-1] += [p.detach() for p in model.parameters()]
+    assert all(map(torch.equal, *losses))
+    assert report.followed is not None and report.followed.steps[refused - len(sizes)].course == "planned"
+    assert device.refused >= 1
+    assert report.fallbacks["swapped out beside the plan, to make room"] >= 1
+    assert not any("ran out" in name or "drift" in name for name in report.fallbacks), report.fallbacks

@@ -29,7 +29,7 @@ from legroom.runtime.knownsizes import KnownAt
 from legroom.runtime.lineage import Lineage
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.plannedops import MOST_OPS, PlannedOps
-from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, Program, Settle, TakeSpacer, Ticks
+from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, MakeRoom, Program, Settle, TakeSpacer, Ticks
 from legroom.runtime.replay import overwrite
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
@@ -124,7 +124,7 @@ class Executor:
     # hooks
 
     def _follow(self, ticks: Ticks) -> None:
-        self._at, self._expected, self._last_need, self._light = ticks
+        self._numbers, self._at, self._expected, self._last_need, self._light = ticks
         self._last = len(ticks.expected)
 
     def interception(self, depths: tuple[int, int] | None) -> Interception:
@@ -322,7 +322,10 @@ class Executor:
         view.check()
         with no_dispatch():  # a mode of the user's is not to see this
             if entry.key == 0:
-                self._bring_back(entry)
+                try:
+                    self._bring_back(entry)
+                except torch.OutOfMemoryError as error:
+                    self._in_room(partial(self._bring_back, entry), error, entry, entry.nbytes)
             assert entry.base is not None
             return view.over(entry.base)
 
@@ -387,7 +390,14 @@ class Executor:
                 for instruction in self._at[tick]:
                     entry = self.entries.get(instruction.storage)
                     if entry is not None and entry.views:
-                        self._do(instruction, entry)  # type: ignore[arg-type]
+                        try:
+                            self._do(instruction, entry)  # type: ignore[arg-type]
+                        except torch.OutOfMemoryError as error:
+                            again = partial(self._do, instruction, entry)  # type: ignore[arg-type]
+                            self._in_room(again, error, asked_for, entry.nbytes)
+                    elif isinstance(instruction, MakeRoom):
+                        with unnoticed():
+                            self._make_room(instruction, asked_for)
                     elif instruction.storage == NO_STORAGE:
                         self._space(instruction)  # type: ignore[arg-type]
             if self.census is not None:
@@ -396,10 +406,33 @@ class Executor:
             with no_dispatch(), unnoticed():
                 watched = self.ops.learning and not self._in_backward  # there no mode looks on
                 gone = self._pressure.relieve(self.ledger, tick, asked_for, watched=watched)
-            if gone:
-                self.refused = True
-                self.fallbacks["swapped out beside the plan, to make room"] += gone
+            self._made_room(gone)
         return tick
+
+    def _in_room(
+        self, work: Callable[[], None], error: torch.OutOfMemoryError, asked_for: Entry | None, nbytes: int
+    ) -> None:
+        """Work of the plan's own whose memory was not to be had: again, when something else has gone for it."""
+        relief, tick = self.program.relief, self._numbers[min(self.tick, self._last) - 1]
+        while True:
+            error.__traceback__ = None  # its frames hold memory
+            gone = relief.evict(self.ledger, tick, asked_for, nbytes)
+            if not gone:
+                raise error
+            self._made_room(gone)
+            try:
+                return work()
+            except torch.OutOfMemoryError as again:
+                error = again
+
+    def _make_room(self, instruction: MakeRoom, asked_for: Entry | None) -> None:
+        relief = self.program.relief
+        self._made_room(relief.make_room(self.ledger, instruction.tick, asked_for, instruction.nbytes))
+
+    def _made_room(self, gone: int) -> None:
+        if gone:
+            self.refused = True
+            self.fallbacks["swapped out beside the plan, to make room"] += gone
 
     def _do(self, instruction: Instruction | Settle, entry: Entry) -> None:
         match instruction:

@@ -4,6 +4,9 @@ Where a step's memory falls is worked out beforehand (see `arrange`), and what w
 others left in between, a tensor that somebody still holds. An op that then finds no room ends the step, and in backward
 it cannot be run again. So such steps make every segment's requests before the program does, and give them back at once.
 Where one finds no room, what is saved and needed last is swapped out before the program goes on.
+
+Plans that follow the input's size do so wherever a segment takes much of what is free there (see `Program`): of those
+nobody knows where their memory falls.
 """
 
 from __future__ import annotations
@@ -21,6 +24,58 @@ _NEVER = 1 << 60
 _ONE_MORE = -1 << 60  # as a key
 
 
+class Relief:
+    """Who can make room: what is saved, that first which is read last."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._read: dict[int, list[int]] = defaultdict(list)  # by storage: when backward reads it
+        for number, tick in enumerate(trace.ticks):
+            if tick.kind == "unpack":
+                self._read[tick.storage].append(number)
+
+    def make_room(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
+        """See to it that so much is free in one piece. How many storages had to go for it."""
+        gone = 0
+        while not _is_free(ledger.device, nbytes):
+            more = self.evict(ledger, tick, asked_for, nbytes)
+            if not more:
+                break
+            gone += more
+        return gone
+
+    def evict(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
+        """Until so much is free, be it in pieces. How many went."""
+        idle = [
+            entry
+            for entry in ledger.by_key.values()
+            if entry is not asked_for and entry.nbytes > LARGE_BYTES and entry.exclusive()
+        ]
+        idle.sort(key=lambda entry: (self._next_read(entry, tick), entry.nbytes), reverse=True)
+        gone = 0
+        for entry in idle:
+            if nbytes <= 0:
+                break
+            entry.start_saving(waits=True)
+            entry.release()
+            nbytes -= entry.nbytes
+            gone += 1
+        return gone
+
+    def _next_read(self, entry: Entry, tick: int) -> int:
+        """By a step before this one it may be read at any time, or never."""
+        if entry.generation != entry.ledger.generation:
+            return _NEVER
+        return next((number for number in self._read[entry.number] if number > tick), _NEVER)
+
+
+def _is_free(device: Device, nbytes: int) -> bool:
+    try:
+        device.allocate(nbytes)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
 class Pressure:
     """What a trace asks for, segment by segment, and who can make room for it."""
 
@@ -31,10 +86,7 @@ class Pressure:
             tuple((key, nbytes) for key, nbytes in segment if nbytes > LARGE_BYTES or (nbytes == 0 and key in sizes))
             for segment in trace.requests[1:]
         ]
-        self._read: dict[int, list[int]] = defaultdict(list)  # by storage: when backward reads it
-        for number, tick in enumerate(trace.ticks):
-            if tick.kind == "unpack":
-                self._read[tick.storage].append(number)
+        self._relief = Relief(trace)
 
     def relieve(self, ledger: Ledger, tick: int, asked_for: Entry | None, *, watched: bool = False) -> int:
         """Make sure of what is asked for from this tick to the next. How many storages had to go for it.
@@ -46,7 +98,7 @@ class Pressure:
             segment = (*segment, (_ONE_MORE, max(nbytes for _, nbytes in segment)))
         gone = 0
         while any(nbytes for _, nbytes in segment) and not self._fits(ledger.device, segment):
-            more = self._evict(ledger, tick, asked_for, sum(nbytes for _, nbytes in segment))
+            more = self._relief.evict(ledger, tick, asked_for, sum(nbytes for _, nbytes in segment))
             if not more:
                 break  # the program may still find room: what it gives back on the way is guessed here
             gone += more
@@ -69,27 +121,3 @@ class Pressure:
         except torch.OutOfMemoryError:
             return False
         return True
-
-    def _evict(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
-        """Until so much is free, those first that are read last. How many went."""
-        idle = [
-            entry
-            for entry in ledger.by_key.values()
-            if entry is not asked_for and entry.nbytes > LARGE_BYTES and entry.exclusive()
-        ]
-        idle.sort(key=lambda entry: (self._next_read(entry, tick), entry.nbytes), reverse=True)
-        gone = 0
-        for entry in idle:
-            if nbytes <= 0:
-                break
-            entry.start_saving(waits=True)
-            entry.release()
-            nbytes -= entry.nbytes
-            gone += 1
-        return gone
-
-    def _next_read(self, entry: Entry, tick: int) -> int:
-        """By a step before this one it may be read at any time, or never."""
-        if entry.generation != entry.ledger.generation:
-            return _NEVER
-        return next((number for number in self._read[entry.number] if number > tick), _NEVER)

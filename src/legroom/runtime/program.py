@@ -10,19 +10,24 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from legroom.arrange import Spacer
+import numpy as np
+
+from legroom.arrange import LARGE_BYTES, Spacer
 from legroom.ir import Storage, Trace
 from legroom.runtime.calls import Called, Calls, Lesson, countable, needed_ticks
 from legroom.runtime.fused import STATISTICS
 from legroom.runtime.knowncalls import KnownCall
 from legroom.runtime.knownsizes import KnownAt, KnownSizes, Variant
-from legroom.runtime.pressure import Pressure
+from legroom.runtime.pressure import Pressure, Relief
 from legroom.runtime.replay import Tape
-from legroom.schedule import Drop, Instruction, Release, Replay, Schedule, SwapOut
+from legroom.schedule import Drop, Instruction, Level, Release, Replay, Schedule, SwapOut
+from legroom.tables import Ints
 
 NO_STORAGE = -2  # the number of none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 MOST_LESSONS = 4  # steps that could not be learned from
+# Of what is free at a tick. A request for less finds a piece that is large enough.
+_LARGEST_PIECE = 1 / 4
 
 _numbers = itertools.count()
 
@@ -39,6 +44,14 @@ class EndSpacer(NamedTuple):
     spacer: Spacer
 
 
+class MakeRoom(NamedTuple):
+    """Before the program asks for it: so much in one piece, which may be one request."""
+
+    tick: int
+    storage: int
+    nbytes: int
+
+
 class Settle(NamedTuple):
     """What a replay brought back was read by another for the last time, and is not dropped any more."""
 
@@ -46,7 +59,7 @@ class Settle(NamedTuple):
     storage: int
 
 
-Command = Instruction | TakeSpacer | EndSpacer | Settle
+Command = Instruction | TakeSpacer | EndSpacer | MakeRoom | Settle
 
 
 class Recipe(NamedTuple):
@@ -60,6 +73,7 @@ class Recipe(NamedTuple):
 class Ticks(NamedTuple):
     """What to do and what to expect, tick by tick."""
 
+    numbers: Sequence[int]  # of the ticks, in the trace
     at: list[tuple[Command, ...]]
     # (whether it is a pack, storage, bytes, whether it needs no entry). What could never be moved needs none. All
     # else gets one, kept by the plan or not: if the step drifts it must be able to go. Where hooks are left out, only
@@ -91,12 +105,35 @@ def also_of(instruction: Command) -> tuple[int, ...]:
     return instruction.also if isinstance(instruction, Replay) else ()
 
 
+class _Room:
+    """Where a step is to make sure of room."""
+
+    def __init__(self, trace: Trace, curve: Sequence[Level], budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._levels: Ints = np.array([level for _, level, _ in curve], np.int64)
+        # What the tick's own work takes on the way is over by then.
+        above = np.array([tick.peak_bytes - tick.level_bytes for tick in trace.ticks], np.int64)
+        self._tops: Ints = self._levels + above
+
+    def made_at(self, hooked: Sequence[int]) -> dict[int, tuple[MakeRoom]]:
+        """By tick, for all that is asked for until the next of those at which there are hooks."""
+        if not hooked:
+            return {}
+        starts = np.array(hooked)
+        levels = self._levels[starts]
+        needs = np.maximum.reduceat(self._tops, starts) - levels
+        tight = (needs > LARGE_BYTES) & (needs > _LARGEST_PIECE * (self._budget_bytes - levels))
+        ticks, nbytes = starts[tight].tolist(), needs[tight].tolist()
+        return {tick: (MakeRoom(tick, NO_STORAGE, need),) for tick, need in zip(ticks, nbytes, strict=True)}
+
+
 class Program:
     """A schedule laid out for running: made once for each plan, used by every step.
 
     reserve_bytes: where it is given, smaller tensors than the trace has are as good, and larger ones as long as they
     are together larger by no more than this. sizes_fit: whether sizes were those of the trace wherever it was looked.
-    spacers: blocks that keep the free memory in one piece.
+    spacers: blocks that keep the free memory in one piece. room: the step's memory curve, and the bytes that its cap
+    leaves for it, where nobody has worked out that its requests find room.
     """
 
     def __init__(
@@ -107,8 +144,10 @@ class Program:
         reserve_bytes: int | None = None,
         sizes_fit: bool = True,
         spacers: Sequence[Spacer] = (),
+        room: tuple[Sequence[Level], int] | None = None,
     ) -> None:
         self.trace = trace
+        self._room = _Room(trace, *room) if room is not None else None
         self.reserve_bytes = reserve_bytes
         self._sizes_fit = sizes_fit
         self.idle = not schedule.instructions
@@ -185,6 +224,10 @@ class Program:
     def pressure(self) -> Pressure | None:
         return Pressure(self.trace) if self.trace.requests else None
 
+    @functools.cached_property
+    def relief(self) -> Relief:
+        return Relief(self.trace)
+
     # For learning, and not before: plans that follow an input are made between two steps.
 
     @functools.cached_property
@@ -225,13 +268,15 @@ class Program:
         trace = self.trace
         kept = self.statistic_storages
         sure = needed is not None  # else no hook is left out
-        at = [tuple(self._instructions.get(tick, ())) for tick in hooked]
+        rooms = self._room.made_at(hooked) if self._room is not None else {}
+        at = [(*self._instructions.get(tick, ()), *rooms.get(tick, ())) for tick in hooked]
         expected = []
         for tick in hooked:
             storage = trace.storages[trace.ticks[tick].storage]
             plain = not _may_have_to_go(storage) or (needed is not None and storage.id not in needed)
             expected.append((trace.ticks[tick].kind == "pack", storage.id, storage.nbytes, plain))
         return Ticks(
+            numbers=hooked,
             # One more than there are ticks, and not empty: a step that goes on for longer is noticed there.
             at=[*at, (Drop(-1, -1),)],
             expected=expected,
@@ -295,6 +340,7 @@ class Program:
         if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in also_of(i)}
+            moved |= self._spare(moved)
             # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
             needed = moved | self._touched
             moved |= {ticks[tick].storage for tick in self._instructions}
@@ -313,6 +359,20 @@ class Program:
         )
         self._variants = [self._variant(place, lesson.calls[place]) for place in self.calls.looked_at()]
         self.casts_weights = any(way.known is not None and way.known.casts_weights for way in self.calls.ways)
+
+    def _spare(self, moved: set[int]) -> set[int]:
+        """Of what stays, as much as may have to go to make room, that first which is read last."""
+        if self._room is None:
+            return set()
+        made = self._room.made_at(range(len(self.trace.ticks))).values()
+        missing = max((here.nbytes for (here,) in made), default=0)
+        read = {tick.storage: None for tick in reversed(self.trace.ticks) if tick.kind == "unpack"}
+        spare: set[int] = set()
+        for storage in map(self.trace.storages.__getitem__, read):
+            if missing > 0 and storage.id not in moved and storage.gaps and storage.nbytes > LARGE_BYTES:
+                spare.add(storage.id)
+                missing -= storage.nbytes
+        return spare
 
     def _read_inside(self, calls: Sequence[Called]) -> set[int]:
         """What calls save that replayed ops in them read, and other ops in them make, such as autocast's copies: only
