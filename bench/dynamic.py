@@ -312,7 +312,7 @@ class Run:
         meter.cap(budget_bytes)
         planner = Held(named(held)) if held else "auto"
         with legroom.fit(self.workload.model, self.workload.optimizer, budget=budget_bytes, planner=planner) as room:
-            meter.cap(budget_bytes)  # not left to the one that is measured
+            meter.check_cap(budget_bytes)
 
             def step(number: int) -> Any:
                 with room.step():

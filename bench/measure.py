@@ -196,7 +196,7 @@ class _Bench:
         start = time.perf_counter()
         options: dict[str, Any] = {"planner": planner} if plan is None else {"plan": plan}
         with legroom.fit(workload.model, workload.optimizer, budget=budget_bytes, **options) as room:
-            self.meter.cap(budget_bytes)  # not left to the one that is measured
+            self.meter.check_cap(budget_bytes)
 
             def step(number: int) -> Any:
                 with room.step():

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from legroom.errors import LegroomError
+from legroom.units import format_bytes
+
 MIB = 2**20
 
 
@@ -33,6 +36,7 @@ def host_ms() -> float:
 
 class Meter(Protocol):
     def cap(self, nbytes: int | None) -> None: ...
+    def check_cap(self, nbytes: int) -> None: ...
     def synchronize(self) -> None: ...
     def reset(self) -> None: ...
     def mark(self) -> Any: ...
@@ -52,6 +56,14 @@ class CudaMeter:
         # The half byte: the product with the total is cut to an integer, and one byte less can cost a segment.
         fraction = 1.0 if nbytes is None else min(1.0, (nbytes + 0.5) / self._total_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction)
+
+    def check_cap(self, nbytes: int) -> None:
+        """Not left to whoever is measured, who may leave room for the pages that the allocator maps beyond its cap."""
+        allowed = torch.cuda.get_per_process_memory_fraction() * self._total_bytes
+        if allowed > nbytes + 1:
+            raise LegroomError(
+                f"the allocator may reserve {format_bytes(int(allowed))}, the cap is {format_bytes(nbytes)}"
+            )
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -86,6 +98,9 @@ class CudaMeter:
 
 class CpuMeter:
     def cap(self, nbytes: int | None) -> None:
+        pass
+
+    def check_cap(self, nbytes: int) -> None:
         pass
 
     def synchronize(self) -> None:
