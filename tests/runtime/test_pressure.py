@@ -21,7 +21,7 @@ from legroom.ir import Op, Storage, Tick, Trace, validate
 from legroom.jsonio import write_text
 from legroom.plan import to_json
 from legroom.runtime.pressure import Pressure, Relief
-from legroom.runtime.program import NO_STORAGE, MakeRoom, _Room
+from legroom.runtime.program import _LARGEST_PIECE, NO_STORAGE, MakeRoom, _Room
 from legroom.runtime.residency import Handle, Ledger
 from tests.runtime.test_cap import Capped
 
@@ -320,7 +320,7 @@ def test_room_is_made_for_all_that_takes_much_of_what_is_free(draw: st.DataObjec
     for place, first in enumerate(hooked):
         until = hooked[place + 1] if place + 1 < len(hooked) else count
         need = max(levels[t] + above[t] for t in range(first, until)) - levels[first]
-        tight = need > MIB and 4 * need > budget - levels[first]
+        tight = need > MIB and need > _LARGEST_PIECE * (budget - levels[first])
         assert made.get(first, ()) == ((MakeRoom(first, NO_STORAGE, need),) if tight else ())
     assert made.keys() <= set(hooked)
 
