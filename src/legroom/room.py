@@ -47,6 +47,7 @@ from legroom.runtime.inputs import Call, InputWatch, call_of, can_be_watched, re
 from legroom.runtime.recorder import Outline
 from legroom.runtime.residency import Ledger
 from legroom.runtime.steps import Habits, IdleStep, PlannedStep, Setting, ShelteredStep
+from legroom.runtime.together import draw_together
 from legroom.standing import Standing
 from legroom.timeline import Breakdown, Timeline
 from legroom.units import parse_bytes
@@ -173,6 +174,7 @@ class Room:
         self._call: Call | None = None  # of the last step, the first one
         self._recorded: Recorded | None = None  # the last one, if it began with that call
         self._outline: tuple[object, Outline] | None = None  # of one that did not, from the call on; and which call
+        self._together = 0, 0  # what state of the optimizer was moved together: of how many parameters, and the first
         self._closed = False
 
     @property
@@ -223,6 +225,7 @@ class Room:
         if self._closed:
             raise StepError("this room is closed; make another with legroom.fit()")
         self._hear_of_checks(wait=False)
+        self._draw_together()
         if self._following is None:
             self._standing.recover()
         if self._watch is not None:
@@ -241,6 +244,17 @@ class Room:
                 return run
             self._record_again()
         return self._sheltered_step(trusting=not foreign)
+
+    def _draw_together(self) -> None:
+        """Where the device has a cap, and there is state that was not there before or was loaded."""
+        optimizer = self._setting.optimizer
+        if optimizer is None or not self._device.has_cap:
+            return
+        state = optimizer.state
+        now = len(state), id(next(iter(state.values()), None))
+        if state and now != self._together:
+            self._together = now
+            draw_together(self._device, optimizer)
 
     def _sheltered_step(self, *, trusting: bool) -> ShelteredStep:
         unsteady = self._steps + 1 < self._sheltered_until

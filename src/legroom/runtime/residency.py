@@ -39,6 +39,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 _ALONE = _count_of_sole_owner()
 
 
+def is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this tensor refers to its memory."""
+    return _use_count(storage_key(tensor)) == _ALONE
+
+
 class View:
     """How one saved tensor lies in its storage, and, while it is in memory, the tensor itself."""
 

@@ -1,0 +1,131 @@
+"""An optimizer's state is moved close together, and nobody notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import legroom
+from legroom import room as rooms
+from legroom.runtime import together
+from legroom.runtime.together import draw_together
+from tests.runtime.test_cap import Capped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _places_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the CPU's allocator gives."""
+    monkeypatch.setattr(together, "_is_below", lambda *_: True)
+
+
+def built(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 600), nn.GELU(), nn.Linear(600, 700), nn.GELU(), nn.Linear(700, 3))
+    return model, torch.optim.Adam(model.parameters(), 1e-3, **options)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, around: Any = None) -> list[Tensor]:
+    losses = []
+    for number in steps:
+        x = torch.randn(64, 600, generator=torch.Generator().manual_seed(number))
+
+        def work(x: Tensor = x) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        if around is None:
+            losses.append(work())
+        else:
+            with around():
+                losses.append(work())
+    states = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    return [*losses, *(p.detach().clone() for p in model.parameters()), *states]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_objects_and_bits_stay_and_training_goes_on() -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(2))
+    device, before = Capped(), state_of(optimizer)
+    bits, places = [value.clone() for value in before], [value.data_ptr() for value in before]
+    large = [i for i, value in enumerate(before) if value.nbytes > 2**20]
+
+    assert draw_together(device, optimizer) == sum(before[i].nbytes for i in large) > 0
+
+    assert all(a is b for a, b in zip(state_of(optimizer), before, strict=True))
+    assert all(map(torch.equal, before, bits))
+    assert [i for i, value in enumerate(before) if value.data_ptr() != places[i]] == large
+    assert device.merged == 2
+    plain = built()
+    expected = [trained(*plain, range(2)), trained(*plain, range(2, 5))]
+    assert all(map(torch.equal, trained(model, optimizer, range(2, 5)), expected[1]))
+
+
+def test_what_others_refer_to_stays_where_it_is() -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(1))
+    large = [value for value in state_of(optimizer) if value.nbytes > 2**20]
+    view, array = large[0][3:], large[1].numpy()
+    places = [large[0].data_ptr(), large[1].data_ptr()]
+
+    assert draw_together(Capped(), optimizer) == sum(value.nbytes for value in large[2:])
+
+    assert [large[0].data_ptr(), large[1].data_ptr()] == places
+    large[0].add_(1)
+    large[1].add_(1)
+    assert torch.equal(view, large[0][3:]) and (array == large[1].numpy()).all()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_where_there_is_no_better_place_it_stays(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(1))
+    places = [value.data_ptr() for value in state_of(optimizer)]
+    monkeypatch.setattr(together, "_is_below", lambda *_: False)
+
+    class Full(Capped):
+        def allocate(self, nbytes: int) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a little.")
+
+    assert draw_together(Full() if full else Capped(), optimizer) == 0
+    assert [value.data_ptr() for value in state_of(optimizer)] == places
+
+
+def test_state_that_a_graph_may_have_captured_stays() -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(1))
+    optimizer.param_groups[0]["capturable"] = True
+    assert draw_together(Capped(), optimizer) == 0
+
+
+def test_a_room_moves_state_when_it_is_there_and_when_it_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Capped()
+    moved: list[int] = []
+    monkeypatch.setattr(rooms, "open_device", lambda *_: device)
+
+    def noted(*arguments: Any) -> int:
+        moved.append(draw_together(*arguments))
+        return moved[-1]
+
+    monkeypatch.setattr(rooms, "draw_together", noted)
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="80MiB") as room:
+        trained(model, optimizer, range(4), room.step)
+        assert len(moved) == 1 and moved[0] > 0  # before the second step
+        optimizer.load_state_dict(optimizer.state_dict())
+        mine = trained(model, optimizer, range(4, 8), room.step)
+        assert len(moved) == 2
+        assert room.report().planned_steps >= 5, room.report().fallbacks
+    plain = built()
+    assert all(map(torch.equal, mine, [trained(*plain, range(4)), trained(*plain, range(4, 8))][1]))
