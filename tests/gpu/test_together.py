@@ -41,7 +41,7 @@ def test_pages_become_free_and_the_bits_stay(tmp_path: Path) -> None:
         for state in optimizer.state.values():
             for name, value in state.items():
                 if value.nbytes > MIB:
-                    between.append(torch.empty(13 * MIB, dtype=torch.uint8, device="cuda"))
+                    between += [torch.empty(13 * MIB, dtype=torch.uint8, device="cuda"), value]
                     state[name] = value.clone()
         del between, state, value
         optimizer.zero_grad()

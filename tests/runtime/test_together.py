@@ -10,17 +10,32 @@ from torch import Tensor, nn
 
 import legroom
 from legroom import room as rooms
-from legroom.runtime import together
+from legroom.arrange import Piece
 from legroom.runtime.together import draw_together
 from tests.runtime.test_cap import Capped
+
+MIB = 2**20
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def _places_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the CPU's allocator gives."""
-    monkeypatch.setattr(together, "_is_below", lambda *_: True)
+class InPieces(Capped):
+    """Has holes between what is in use; refuses requests from some number on."""
+
+    gives = 1 << 60  # requests
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def free_pieces(self) -> list[Piece]:
+        return [Piece(3 * MIB, 5 * MIB), Piece(40 * MIB), Piece(0, 2**60), Piece(1000), Piece(9 * MIB)]
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.asked.append(nbytes)
+        if len(self.asked) > self.gives:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a little.")
+        return super().allocate(nbytes)
 
 
 def built(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,9 +72,9 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_objects_and_bits_stay_and_training_goes_on() -> None:
     model, optimizer = built()
     trained(model, optimizer, range(2))
-    device, before = Capped(), state_of(optimizer)
+    device, before = InPieces(), state_of(optimizer)
     bits, places = [value.clone() for value in before], [value.data_ptr() for value in before]
-    large = [i for i, value in enumerate(before) if value.nbytes > 2**20]
+    large = [i for i, value in enumerate(before) if value.nbytes > MIB]
 
     assert draw_together(device, optimizer) == sum(before[i].nbytes for i in large) > 0
 
@@ -75,11 +90,11 @@ def test_objects_and_bits_stay_and_training_goes_on() -> None:
 def test_what_others_refer_to_stays_where_it_is() -> None:
     model, optimizer = built()
     trained(model, optimizer, range(1))
-    large = [value for value in state_of(optimizer) if value.nbytes > 2**20]
+    large = [value for value in state_of(optimizer) if value.nbytes > MIB]
     view, array = large[0][3:], large[1].numpy()
     places = [large[0].data_ptr(), large[1].data_ptr()]
 
-    assert draw_together(Capped(), optimizer) == sum(value.nbytes for value in large[2:])
+    assert draw_together(InPieces(), optimizer) == sum(value.nbytes for value in large[2:])
 
     assert [large[0].data_ptr(), large[1].data_ptr()] == places
     large[0].add_(1)
@@ -87,18 +102,26 @@ def test_what_others_refer_to_stays_where_it_is() -> None:
     assert torch.equal(view, large[0][3:]) and (array == large[1].numpy()).all()
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_where_there_is_no_better_place_it_stays(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gives", [0, 2, 3, 4])
+def test_as_many_are_moved_as_there_is_room_for(gives: int) -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(1))
+    before = [value.clone() for value in state_of(optimizer)]
+    device = InPieces()
+    device.gives = gives
+
+    moved = draw_together(device, optimizer)
+
+    assert device.asked[:3] == [40 * MIB, 9 * MIB, 3 * MIB][: gives + 1]  # the holes, the largest first
+    assert moved == sum(device.asked[3:gives])
+    assert all(map(torch.equal, state_of(optimizer), before))
+
+
+def test_where_little_is_lost_nothing_is_moved() -> None:
     model, optimizer = built()
     trained(model, optimizer, range(1))
     places = [value.data_ptr() for value in state_of(optimizer)]
-    monkeypatch.setattr(together, "_is_below", lambda *_: False)
-
-    class Full(Capped):
-        def allocate(self, nbytes: int) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a little.")
-
-    assert draw_together(Full() if full else Capped(), optimizer) == 0
+    assert draw_together(Capped(), optimizer) == 0
     assert [value.data_ptr() for value in state_of(optimizer)] == places
 
 
@@ -106,11 +129,11 @@ def test_state_that_a_graph_may_have_captured_stays() -> None:
     model, optimizer = built()
     trained(model, optimizer, range(1))
     optimizer.param_groups[0]["capturable"] = True
-    assert draw_together(Capped(), optimizer) == 0
+    assert draw_together(InPieces(), optimizer) == 0
 
 
 def test_a_room_moves_state_when_it_is_there_and_when_it_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Capped()
+    device = InPieces()
     moved: list[int] = []
     monkeypatch.setattr(rooms, "open_device", lambda *_: device)
 
