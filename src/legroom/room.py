@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,6 +53,7 @@ from legroom.standing import Standing
 from legroom.timeline import Breakdown, Timeline
 from legroom.units import parse_bytes
 
+MOST_DRAWS = 4  # in which an optimizer's state is moved together: some make or load theirs anew in every step
 SHELTERED_STEPS = 2  # the first makes the optimizer's state, the second is recorded as the step that will repeat
 MOST_CALIBRATIONS = 4
 MOST_HOST_FITS = 2  # the second corrects what the first, from another plan, got wrong
@@ -174,7 +176,10 @@ class Room:
         self._call: Call | None = None  # of the last step, the first one
         self._recorded: Recorded | None = None  # the last one, if it began with that call
         self._outline: tuple[object, Outline] | None = None  # of one that did not, from the call on; and which call
-        self._together = 0, 0  # what state of the optimizer was moved together: of how many parameters, and the first
+        # Of the optimizer's state that was moved together: of how many parameters it is, and one tensor, which is not
+        # to be kept alive: a program may load another.
+        self._together: tuple[int, weakref.ref[torch.Tensor] | None] = 0, None
+        self._draws = 0
         self._closed = False
 
     @property
@@ -248,13 +253,18 @@ class Room:
     def _draw_together(self) -> None:
         """Where the device has a cap, and there is state that was not there before or was loaded."""
         optimizer = self._setting.optimizer
-        if optimizer is None or not self._device.has_cap:
+        if optimizer is None or not self._device.has_cap or self._draws == MOST_DRAWS:
             return
-        state = optimizer.state
-        now = len(state), id(next(iter(state.values()), None))
-        if state and now != self._together:
-            self._together = now
-            draw_together(self._device, optimizer)
+        count, one = self._together
+        if len(optimizer.state) <= count and (one is None or one() is not None):
+            return
+        states = (state for state in optimizer.state.values() if isinstance(state, dict))
+        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        first = next(tensors, None)
+        self._together = len(optimizer.state), weakref.ref(first) if first is not None else None
+        self._draws += 1
+        if draw_together(self._device, optimizer):
+            self._standing.memory_moved()
 
     def _sheltered_step(self, *, trusting: bool) -> ShelteredStep:
         unsteady = self._steps + 1 < self._sheltered_until

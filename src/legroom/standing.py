@@ -219,6 +219,12 @@ class Standing:
             self._device.map_free(self._arena_bytes)
             self._retries = self._device.retries()  # what that took is not the steps'
 
+    def memory_moved(self) -> None:
+        """Between two steps, something moved that lasts."""
+        if self._arena_bytes:
+            self._map_arena_again()
+        self._retries = self._device.retries()
+
     def _map_arena_again(self) -> None:
         """Of the plan that steps follow: it may lie elsewhere now, and other spacers be needed."""
         self._map_arena()

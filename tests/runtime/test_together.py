@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,15 +93,35 @@ def test_what_others_refer_to_stays_where_it_is() -> None:
     model, optimizer = built()
     trained(model, optimizer, range(1))
     large = [value for value in state_of(optimizer) if value.nbytes > MIB]
-    view, array = large[0][3:], large[1].numpy()
-    places = [large[0].data_ptr(), large[1].data_ptr()]
+    view, array, shared = large[0][3:], large[1].numpy(), np.from_dlpack(large[2])
+    places = [value.data_ptr() for value in large[:3]]
 
-    assert draw_together(InPieces(), optimizer) == sum(value.nbytes for value in large[2:])
+    assert draw_together(InPieces(), optimizer) == sum(value.nbytes for value in large[3:]) > 0
 
-    assert [large[0].data_ptr(), large[1].data_ptr()] == places
-    large[0].add_(1)
-    large[1].add_(1)
-    assert torch.equal(view, large[0][3:]) and (array == large[1].numpy()).all()
+    assert [value.data_ptr() for value in large[:3]] == places
+    for value in large[:3]:
+        value.add_(1)
+    assert torch.equal(view, large[0][3:]) and (array == large[1].numpy()).all() and (shared == large[2].numpy()).all()
+
+
+def test_a_graph_that_has_saved_state_goes_on() -> None:
+    model, optimizer = built()
+    trained(model, optimizer, range(1))
+    state = next(value for value in state_of(optimizer) if value.nbytes > MIB)
+    weights = torch.ones_like(state, requires_grad=True)
+    penalty = (weights * state).sum()
+    expected = state.clone()
+    draw_together(InPieces(), optimizer)
+    penalty.backward()
+    assert weights.grad is not None and torch.equal(weights.grad, expected)
+
+
+def test_state_made_under_inference_mode_stays() -> None:
+    model, optimizer = built()
+    model(torch.randn(64, 600)).square().mean().backward()
+    with torch.inference_mode():
+        optimizer.step()
+    assert draw_together(InPieces(), optimizer) == 0
 
 
 @pytest.mark.parametrize("gives", [0, 2, 3, 4])
@@ -125,11 +147,27 @@ def test_where_little_is_lost_nothing_is_moved() -> None:
     assert [value.data_ptr() for value in state_of(optimizer)] == places
 
 
-def test_state_that_a_graph_may_have_captured_stays() -> None:
+@pytest.mark.parametrize("told", ["by an option", "by the device"])
+def test_state_that_a_graph_may_have_captured_stays(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = built()
     trained(model, optimizer, range(1))
-    optimizer.param_groups[0]["capturable"] = True
+    if told == "by an option":
+        optimizer.param_groups[0]["capturable"] = True
+    else:  # SGD has no such option, and can be captured
+        monkeypatch.setattr(InPieces, "has_captured", lambda _: True)
     assert draw_together(InPieces(), optimizer) == 0
+
+
+def test_state_that_is_made_anew_in_every_step_is_not_moved_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(rooms, "open_device", lambda *_: InPieces())
+    monkeypatch.setattr(rooms, "draw_together", lambda *given: moved.append(1) or draw_together(*given))
+    model, optimizer = built()
+    with legroom.fit(model, optimizer, budget="80MiB") as room:
+        for number in range(9):
+            trained(model, optimizer, range(number, number + 1), room.step)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(moved) == rooms.MOST_DRAWS
 
 
 def test_a_room_moves_state_when_it_is_there_and_when_it_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +184,7 @@ def test_a_room_moves_state_when_it_is_there_and_when_it_was_loaded(monkeypatch:
     with legroom.fit(model, optimizer, budget="80MiB") as room:
         trained(model, optimizer, range(4), room.step)
         assert len(moved) == 1 and moved[0] > 0  # before the second step
-        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         mine = trained(model, optimizer, range(4, 8), room.step)
         assert len(moved) == 2
         assert room.report().planned_steps >= 5, room.report().fallbacks

@@ -194,6 +194,13 @@ class CudaDevice:
         with contextlib.suppress(torch.OutOfMemoryError):  # then it is mapped as it is needed
             self.allocate(nbytes)
 
+    def has_captured(self) -> bool:
+        """Graphs have pools of their own."""
+        return any(
+            segment["device"] == self.index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+            for segment in torch.cuda.memory_snapshot()
+        )
+
     def free_pieces(self) -> list[Piece]:
         stream = self._compute().cuda_stream
         own = [

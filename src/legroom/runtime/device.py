@@ -61,12 +61,17 @@ class Device(Protocol):
     answers_later: bool  # whether fingerprints arrive some time after they are asked for
     plans_apart: bool  # whether plans are made in another process while the program trains
 
+    @property
+    def index(self) -> int | None:
+        """Where there may be several."""
+
     def rounded(self, nbytes: int) -> int: ...
     def alive_bytes(self) -> int | None: ...
     def reserved_bytes(self) -> int: ...
     def retries(self) -> int: ...
     def merge_free(self) -> None: ...
     def map_free(self, nbytes: int) -> None: ...
+    def has_captured(self) -> bool: ...
     def free_pieces(self) -> list[Piece]: ...
     def log(self, *, ops: bool, shapes: bool = True, blocks: bool = False) -> Log: ...
     def allocate(self, nbytes: int) -> torch.Tensor: ...
@@ -136,6 +141,7 @@ class CpuDevice:
     """This process's tensor memory as the device, a file as the host."""
 
     name = "cpu"
+    index = None
     granularity_bytes = 1  # the CPU allocator's log counts the bytes asked for
     # Below this a hook, a system call and a page are dearer than what they free.
     smallest_swap_bytes = 16 * 1024
@@ -168,6 +174,10 @@ class CpuDevice:
 
     def map_free(self, nbytes: int) -> None:
         """Have so much free memory at hand in one piece, between steps."""
+
+    def has_captured(self) -> bool:
+        """Whether memory is there that a captured graph may know by its address."""
+        return False
 
     def free_pieces(self) -> list[Piece]:
         """What the allocator holds and nobody uses; nothing where it holds nothing."""

@@ -8,7 +8,7 @@ use. So the state is moved, between two steps and as soon as it is there, to pag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._C import DisableTorchFunction as no_counting
@@ -20,10 +20,15 @@ from legroom.runtime.residency import is_sole_owner, saved_elsewhere
 
 _LEAST_LOST_BYTES = 32 * 2**20  # fewer are not worth the copies
 
+# How many refer to a tensor itself, such as an array of another library that shares its memory. Older ones do not tell.
+_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
+_ALONE = _owners(torch.empty(1))
+
 
 def draw_together(device: Device, optimizer: torch.optim.Optimizer) -> int:
     """How many bytes were moved. The tensors stay the same objects; only their memory is another."""
-    if any(group.get("capturable") for group in optimizer.param_groups):
+    tensors = sorted(_movable(device, optimizer), key=_nbytes, reverse=True)
+    if not tensors or device.has_captured() or any(group.get("capturable") for group in optimizer.param_groups):
         return 0  # a captured graph knows its state by address
     device.drain()  # the state may have been written on another stream
     device.merge_free()
@@ -36,14 +41,16 @@ def draw_together(device: Device, optimizer: torch.optim.Optimizer) -> int:
         try:
             # The largest first: each then goes into the hole that it was measured by.
             held += [device.allocate(nbytes) for nbytes in holes]
-            for tensor in sorted(_movable(device, optimizer), key=_nbytes, reverse=True):
+            for tensor in tensors:
                 place = device.allocate(_nbytes(tensor))
-                held.append(_bytes_of(tensor))  # what it leaves is no place for the others
-                place.copy_(held[-1])
-                tensor.set_(place.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+                held.append(_over(place, tensor))
+                there = torch.empty(0, dtype=torch.uint8, device=place.device).set_(tensor.untyped_storage())
+                place.copy_(there)
+                tensor.data, held[-1] = held[-1], there  # what it leaves is no place for the others
                 moved += place.nbytes
         except torch.OutOfMemoryError:
             pass  # what was moved until then is
+        device.drain()  # before others may have what is still read
         held.clear()
     device.merge_free()
     return moved
@@ -51,11 +58,17 @@ def draw_together(device: Device, optimizer: torch.optim.Optimizer) -> int:
 
 def _movable(device: Device, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Plain tensors whose memory nobody else refers to. Smaller ones have pages of their own."""
+    seen: set[int] = set()
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
-            if type(value) is not torch.Tensor or saved_elsewhere(value) or value.requires_grad:
+            if type(value) is not torch.Tensor or id(value) in seen or saved_elsewhere(value):
                 continue
-            if value.device.type == device.name and _nbytes(value) > LARGE_BYTES and is_sole_owner(value):
+            seen.add(id(value))
+            if value.device.type != device.name or value.device.index != device.index:
+                continue
+            if value.requires_grad or value.is_inference() or _nbytes(value) <= LARGE_BYTES:
+                continue
+            if is_sole_owner(value) and _owners(value) == _ALONE:
                 yield value
 
 
@@ -63,5 +76,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+def _over(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one over other memory."""
+    like = torch.empty(0, dtype=tensor.dtype, device=place.device)
+    return like.set_(place.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
