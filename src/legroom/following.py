@@ -52,6 +52,7 @@ CHECKS = frozenset(4**power for power in range(3, 20))
 # A program that drifts this often within so many steps has no step that repeats: no plan is tried for a while.
 DRIFTS, DRIFT_WINDOW_STEPS, REACTIVE_STEPS = 2, 8, 32
 CERTAIN = 1.05  # of the budget: only what is predicted to need more is refused without being tried
+MOST_RELIEFS = 4  # steps for which something had to go beside the plan, until plans are made for less
 GROWN = 1.01  # of what a plan is to take at most
 LESS = 0.97  # of what a plan was to take under which a step ran out of memory: what the next one may
 ROOMY = 0.95  # of the budget: a step that stays below with everything kept is left alone where a cap watches over it
@@ -86,6 +87,7 @@ class Following:
         self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
         self._may_idle = self._device.has_cap
         self._most_bytes = budget_bytes  # that any plan may take, whatever it leaves in reserve
+        self._reliefs = 0  # since then
         self._known_sizes = KnownSizes()
         # Plans are many, and made while the program trains.
         self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
@@ -556,6 +558,11 @@ class Following:
             for storage, times in inner.executor.checks.replayed.items():
                 if times >= len(program.recipes[storage]):
                     proven.add(proofs[storage])
+        if inner.executor.refused and self.rung is not None:
+            self._reliefs += 1
+            if self._reliefs == MOST_RELIEFS:
+                self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
+                self._plan_for_less(self.rung)
         # Where something went beside the plan, to make room, it is not the plan's own curve.
         if inner.curve is not None and self.rung is not None and not inner.executor.refused:
             segments = inner.curve.segments[1:]
@@ -595,9 +602,13 @@ class Following:
         elif self._course is not None:
             self._course.all_hooks = True  # what is saved may be more than it was
             if self.rung is not None:
-                # Near the floor plans go beyond what is usable, and without this the same one would be made again.
-                peak = self.rung.peak_bytes + self._more_bytes
-                self._most_bytes = min(self._most_bytes, int(peak * LESS))
+                self._plan_for_less(self.rung)
+        self.forget_plans()
+
+    def _plan_for_less(self, rung: Rung) -> None:
+        # Near the floor plans go beyond what is usable, and without this the same one would be made again.
+        self._most_bytes = min(self._most_bytes, int((rung.peak_bytes + self._more_bytes) * LESS))
+        self._reliefs = 0
         self.forget_plans()
 
     def forget_plans(self) -> None:

@@ -32,17 +32,20 @@ class Again:
         *,
         to_check: frozenset[int],
         told_ops: frozenset[int],
-        keeps_tapes: bool,
+        as_planned: bool,
     ) -> None:
         """to_check: storages. told_ops: ops whose arguments are told from other sizes, where replays are checked.
-        keeps_tapes: a tape that does not fit is worth no second try; not so where more may be away than in other
-        steps."""
+        as_planned: nothing goes beside the plan, so that a tape that does not fit is worth no second try."""
         self._program, self._ops, self._checks, self._device = program, ops, checks, device
         self._fallbacks = fallbacks
         self._to_check, self._told_ops = to_check, told_ops
-        self._keeps_tapes = keeps_tapes
+        self._as_planned = as_planned
         self._storages = len(program.trace.storages)
         self._ran: list[Action] = []  # by the last replay
+
+    def goes_beside_plan(self) -> None:
+        """More is away than in other steps."""
+        self._as_planned = False
 
     def tape(self, tick: int, number: int) -> int:
         """What the tape of a replay is known by."""
@@ -69,7 +72,7 @@ class Again:
             try:
                 made = play(actions, (target, *also), checked=checked)
             except (NotAtHand, StepError):
-                if self._keeps_tapes:
+                if self._as_planned:
                     tapes[tape] = None
             else:
                 self._ran = actions

@@ -115,7 +115,7 @@ class Executor:
             fallbacks,
             to_check=checks,
             told_ops=known_at.told_ops if known_at is not None and checks else frozenset(),
-            keeps_tapes=self._pressure is None,
+            as_planned=self._pressure is None,
         )
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
         self._busy = self._watchful = measured or self._pressure is not None
@@ -325,7 +325,7 @@ class Executor:
                 try:
                     self._bring_back(entry)
                 except torch.OutOfMemoryError as error:
-                    self._in_room(partial(self._bring_back, entry), error, entry, entry.nbytes)
+                    self._in_room(partial(self._fetch, entry), error, entry, entry)
             assert entry.base is not None
             return view.over(entry.base)
 
@@ -394,7 +394,7 @@ class Executor:
                             self._do(instruction, entry)  # type: ignore[arg-type]
                         except torch.OutOfMemoryError as error:
                             again = partial(self._do, instruction, entry)  # type: ignore[arg-type]
-                            self._in_room(again, error, asked_for, entry.nbytes)
+                            self._in_room(again, error, asked_for, entry)
                     elif isinstance(instruction, MakeRoom):
                         with unnoticed():
                             self._make_room(instruction, asked_for)
@@ -410,28 +410,40 @@ class Executor:
         return tick
 
     def _in_room(
-        self, work: Callable[[], None], error: torch.OutOfMemoryError, asked_for: Entry | None, nbytes: int
+        self, work: Callable[[], None], error: torch.OutOfMemoryError, asked_for: Entry | None, entry: Entry
     ) -> None:
-        """Work of the plan's own whose memory was not to be had: again, when something else has gone for it."""
+        """Work of the plan's own for an entry whose memory was not to be had: again, when something else has gone."""
         relief, tick = self.program.relief, self._numbers[min(self.tick, self._last) - 1]
-        while True:
-            error.__traceback__ = None  # its frames hold memory
-            gone = relief.evict(self.ledger, tick, asked_for, nbytes)
-            if not gone:
-                raise error
-            self._made_room(gone)
-            try:
-                return work()
-            except torch.OutOfMemoryError as again:
-                error = again
+        stay = list(self.ledger.pinned.get(id(entry), ()))  # what the work reads, and what went and came back for it
+        try:
+            while gone := relief.evict(self.ledger, tick, asked_for, entry.nbytes, stay):
+                stay += gone
+                self._made_room(len(gone))
+                error.__traceback__ = None  # its frames hold memory
+                try:
+                    return work()
+                except torch.OutOfMemoryError as again:
+                    error = again
+            raise error
+        finally:
+            del error  # it holds this frame, which would hold it until garbage is collected
+
+    def _fetch(self, entry: Entry) -> None:
+        if not entry.in_memory:  # it may have come back, and something behind that failed
+            self._bring_back(entry)
 
     def _make_room(self, instruction: MakeRoom, asked_for: Entry | None) -> None:
-        relief = self.program.relief
-        self._made_room(relief.make_room(self.ledger, instruction.tick, asked_for, instruction.nbytes))
+        program, tick = self.program, instruction.tick
+        if tick not in program.in_vain:  # to ask in vain stops the device
+            gone, free = program.relief.make_room(self.ledger, tick, asked_for, instruction.nbytes)
+            self._made_room(gone)
+            if not gone and not free:
+                program.in_vain.add(tick)
 
     def _made_room(self, gone: int) -> None:
         if gone:
             self.refused = True
+            self._again.goes_beside_plan()
             self.fallbacks["swapped out beside the plan, to make room"] += gone
 
     def _do(self, instruction: Instruction | Settle, entry: Entry) -> None:

@@ -12,6 +12,7 @@ nobody knows where their memory falls.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 
@@ -33,32 +34,39 @@ class Relief:
             if tick.kind == "unpack":
                 self._read[tick.storage].append(number)
 
-    def make_room(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
-        """See to it that so much is free in one piece. How many storages had to go for it."""
+    def make_room(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> tuple[int, bool]:
+        """See to it that so much is free in one piece. How many storages had to go for it, and whether it is."""
         gone = 0
         while not _is_free(ledger.device, nbytes):
             more = self.evict(ledger, tick, asked_for, nbytes)
             if not more:
-                break
-            gone += more
-        return gone
+                return gone, False
+            gone += len(more)
+        return gone, True
 
-    def evict(self, ledger: Ledger, tick: int, asked_for: Entry | None, nbytes: int) -> int:
-        """Until so much is free, be it in pieces. How many went."""
+    def evict(
+        self,
+        ledger: Ledger,
+        tick: int,
+        asked_for: Entry | None,
+        nbytes: int,
+        stay: Collection[Entry] = (),
+    ) -> list[Entry]:
+        """Until so much is free, be it in pieces. What went."""
         idle = [
             entry
             for entry in ledger.by_key.values()
-            if entry is not asked_for and entry.nbytes > LARGE_BYTES and entry.exclusive()
+            if entry is not asked_for and entry.nbytes > LARGE_BYTES and entry.exclusive() and entry not in stay
         ]
         idle.sort(key=lambda entry: (self._next_read(entry, tick), entry.nbytes), reverse=True)
-        gone = 0
+        gone: list[Entry] = []
         for entry in idle:
             if nbytes <= 0:
                 break
             entry.start_saving(waits=True)
             entry.release()
             nbytes -= entry.nbytes
-            gone += 1
+            gone.append(entry)
         return gone
 
     def _next_read(self, entry: Entry, tick: int) -> int:
@@ -101,7 +109,7 @@ class Pressure:
             more = self._relief.evict(ledger, tick, asked_for, sum(nbytes for _, nbytes in segment))
             if not more:
                 break  # the program may still find room: what it gives back on the way is guessed here
-            gone += more
+            gone += len(more)
         return gone
 
     def _fits(self, device: Device, segment: tuple[tuple[int, int], ...]) -> bool:

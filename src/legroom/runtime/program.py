@@ -26,9 +26,9 @@ from legroom.tables import Ints
 NO_STORAGE = -2  # the number of none
 _SMALL_BYTES = 2**14  # not worth an entry unless a plan moves it
 MOST_LESSONS = 4  # steps that could not be learned from
-# Of what is free at a tick. A request for less finds a piece that is large enough: 752 of 921 MiB were in pieces when a
-# step of T5-base found none for 192.
-_LARGEST_PIECE = 1 / 10
+# Of what is free at a tick: room is made sure of for more. 752 of 921 MiB were in pieces when a step of T5-base found
+# none for 192.
+_MUCH = 1 / 10
 
 _numbers = itertools.count()
 
@@ -106,26 +106,26 @@ def also_of(instruction: Command) -> tuple[int, ...]:
     return instruction.also if isinstance(instruction, Replay) else ()
 
 
-class _Room:
-    """Where a step is to make sure of room."""
+class _Needs:
+    """What a step asks for between two ticks, where that is much of what is free."""
 
     def __init__(self, trace: Trace, curve: Sequence[Level], budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._levels: Ints = np.array([level for _, level, _ in curve], np.int64)
+        levels = np.array([level for _, level, _ in curve], np.int64)
         # What the tick's own work takes on the way is over by then.
         above = np.array([tick.peak_bytes - tick.level_bytes for tick in trace.ticks], np.int64)
-        self._tops: Ints = self._levels + above
+        tight = (above > LARGE_BYTES) & (above > _MUCH * (budget_bytes - levels))
+        self._nbytes: Ints = np.where(tight, above, 0)
 
-    def made_at(self, hooked: Sequence[int]) -> dict[int, tuple[MakeRoom]]:
-        """By tick, for all that is asked for until the next of those at which there are hooks."""
+    @property
+    def most_bytes(self) -> int:
+        return int(self._nbytes.max(initial=0))
+
+    def rooms(self, hooked: Sequence[int]) -> dict[int, tuple[MakeRoom]]:
+        """By tick, for all until the next of those at which there are hooks."""
         if not hooked:
             return {}
-        starts = np.array(hooked)
-        levels = self._levels[starts]
-        needs = np.maximum.reduceat(self._tops, starts) - levels
-        tight = (needs > LARGE_BYTES) & (needs > _LARGEST_PIECE * (self._budget_bytes - levels))
-        ticks, nbytes = starts[tight].tolist(), needs[tight].tolist()
-        return {tick: (MakeRoom(tick, NO_STORAGE, need),) for tick, need in zip(ticks, nbytes, strict=True)}
+        needs = np.maximum.reduceat(self._nbytes, np.array(hooked)).tolist()
+        return {tick: (MakeRoom(tick, NO_STORAGE, need),) for tick, need in zip(hooked, needs, strict=True) if need}
 
 
 class Program:
@@ -148,7 +148,8 @@ class Program:
         room: tuple[Sequence[Level], int] | None = None,
     ) -> None:
         self.trace = trace
-        self._room = _Room(trace, *room) if room is not None else None
+        self._needs = _Needs(trace, *room) if room is not None else None
+        self.in_vain: set[int] = set()  # ticks at which there was no room, and nothing that could go for it
         self.reserve_bytes = reserve_bytes
         self._sizes_fit = sizes_fit
         self.idle = not schedule.instructions
@@ -269,7 +270,7 @@ class Program:
         trace = self.trace
         kept = self.statistic_storages
         sure = needed is not None  # else no hook is left out
-        rooms = self._room.made_at(hooked) if self._room is not None else {}
+        rooms = self._needs.rooms(hooked) if self._needs is not None else {}
         at = [(*self._instructions.get(tick, ()), *rooms.get(tick, ())) for tick in hooked]
         expected = []
         for tick in hooked:
@@ -363,10 +364,9 @@ class Program:
 
     def _spare(self, moved: set[int]) -> set[int]:
         """Of what stays, as much as may have to go to make room, that first which is read last."""
-        if self._room is None:
+        missing = self._needs.most_bytes if self._needs is not None else 0
+        if not missing:
             return set()
-        made = self._room.made_at(range(len(self.trace.ticks))).values()
-        missing = max((here.nbytes for (here,) in made), default=0)
         read = {tick.storage: None for tick in reversed(self.trace.ticks) if tick.kind == "unpack"}
         spare: set[int] = set()
         for storage in map(self.trace.storages.__getitem__, read):
