@@ -87,7 +87,7 @@ class Following:
         self._evicted = 0  # ways, courses and the plans of those; what ladders at hand evict they count themselves
         self._may_idle = self._device.has_cap
         self._most_bytes = budget_bytes  # that any plan may take, whatever it leaves in reserve
-        self._reliefs = 0  # since then
+        self._reliefs = 0  # steps since that was last lowered for which something had to go beside the plan
         self._known_sizes = KnownSizes()
         # Plans are many, and made while the program trains.
         self._beside = Beside(quick(planner), setting.fallbacks, apart=self._device.plans_apart)
@@ -562,7 +562,8 @@ class Following:
             self._reliefs += 1
             if self._reliefs == MOST_RELIEFS:
                 self._setting.fallbacks["memory was in pieces: planned again for less"] += 1
-                self._plan_for_less(self.rung)
+                self._take_less_than(self.rung)
+                self.forget_plans()
         # Where something went beside the plan, to make room, it is not the plan's own curve.
         if inner.curve is not None and self.rung is not None and not inner.executor.refused:
             segments = inner.curve.segments[1:]
@@ -602,14 +603,14 @@ class Following:
         elif self._course is not None:
             self._course.all_hooks = True  # what is saved may be more than it was
             if self.rung is not None:
-                self._plan_for_less(self.rung)
+                self._take_less_than(self.rung)
         self.forget_plans()
 
-    def _plan_for_less(self, rung: Rung) -> None:
+    def _take_less_than(self, rung: Rung) -> None:
+        """Of plans that are made from now on."""
         # Near the floor plans go beyond what is usable, and without this the same one would be made again.
         self._most_bytes = min(self._most_bytes, int((rung.peak_bytes + self._more_bytes) * LESS))
         self._reliefs = 0
-        self.forget_plans()
 
     def forget_plans(self) -> None:
         self._known_sizes.clear()
