@@ -692,17 +692,44 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-def autocast() -> Case:
-    def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+def autocast_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
+    x, y = batch
+    optimizer.zero_grad()
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
-    return Case("autocast", built(Mixed, adamw), features(2048, 16, classes=4), step)
+
+def autocast() -> Case:
+    return Case("autocast", built(Mixed, adamw), features(2048, 16, classes=4), autocast_step)
+
+
+class Branches(nn.Module):
+    """Several layers over one input, each of which has autocast cast it again; and casts that the program makes."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            h = norm(x)
+            q, k, v = self.q(h), self.k(h), self.v(h)
+            x = x + F.dropout(self.out(torch.softmax(q * k, -1) * v), 0.1, self.training)
+            x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        halves = [x.bfloat16().sin(), x.bfloat16().cos(), x.half().float().sin()]
+        x = x.mul(0.5)
+        x.add_(sum(halves))
+        return self.head(x.bfloat16() * x.bfloat16())
+
+
+def autocast_branches() -> Case:
+    return Case("autocast_branches", built(Branches, adamw), features(4096, 16, classes=4), autocast_step)
 
 
 class Checkpointed(nn.Module):
@@ -1004,6 +1031,7 @@ ZOO: dict[str, Callable[[], Case]] = {
     "retain_graph": retain_graph,
     "gradient_penalty": gradient_penalty,
     "autocast": autocast,
+    "autocast_branches": autocast_branches,
     "checkpoint": partial(checkpointed, reentrant=False),
     "checkpoint_reentrant": partial(checkpointed, reentrant=True),
     "spectral_norm": partial(parametrised, "spectral_norm", parametrizations.spectral_norm),

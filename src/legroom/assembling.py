@@ -13,7 +13,7 @@ from legroom.curve import Curve
 from legroom.errors import TraceError
 from legroom.ir import Kind, Op, Storage, Tick, Trace, validate
 from legroom.runtime.census import Census
-from legroom.runtime.recorder import Recorder, SeenStorage
+from legroom.runtime.recorder import Recorder, SeenOp, SeenStorage
 
 # What Python and the dispatcher spend on an op before it runs, on the machines this was measured on, modules and
 # autocast included: ResNet-152 and BERT issue one in 24 and 18 microseconds. It only matters where ops are small.
@@ -97,6 +97,7 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
             )
             continue
         seen = recorder.ops[run.seen]
+        twin = _is_twin(recorder, seen)
         workspace = max(0, run.growth_bytes - seen.output_bytes)
         ops.append(
             Op(
@@ -105,15 +106,25 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
                 seen.phase,
                 seconds[key],
                 issue_seconds,
-                tuple(seen.reads),
+                ((seen.first, 0),) if twin else tuple(seen.reads),
                 tuple(seen.writes),
                 workspace,
                 seen.why_not,
                 seen.module,
                 seen.line,
+                replay_seconds=0.0 if twin else None,
+                twin=twin,
             )
         )
     return ops
+
+
+def _is_twin(recorder: Recorder, seen: SeenOp) -> bool:
+    """Whether what it makes is saved, and had from something else that is saved, for nothing."""
+    if seen.first < 0:
+        return False
+    both = [recorder.storages[number] for number in (seen.first, seen.writes[0][0])]
+    return all(storage.packed and storage.version == 0 for storage in both)
 
 
 def _signatures(recorder: Recorder, curve: Curve) -> list[tuple[str, str]]:

@@ -97,6 +97,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
                 op.line,
                 None if op.replay_seconds is None else _again(op, time),
                 op.short,
+                op.twin,
             )
             for op, workspace, time in zip(trace.ops, workspaces, seconds, strict=True)
         ),
@@ -383,7 +384,7 @@ def _merged(template: Trace, trace: Trace) -> Trace:
         if mine.short and not its.short:
             mine = replace(mine, replay_seconds=None, short=False)
         elif mine.replay_seconds is not None and its.replay_seconds is None:
-            mine = replace(mine, replay_seconds=None)
+            mine = replace(mine, replay_seconds=None, twin=False)
         return replace(mine, why_not=its.why_not) if its.why_not and not mine.why_not else mine
 
     return replace(

@@ -27,6 +27,8 @@ CPU_ONLY = {"hidden_write", "own_generator", "inplace_views", "accumulation"}
 INSIDE = {"lstm_cell"}
 # Of which storages are swapped where they were to be recomputed: the step takes less than foretold, 0.40 of 73.4 MB.
 SWAPPED = {"hf_t5"}
+# Where what has the bytes of another storage is read again, it is foretold to take its own.
+TWINS = {"autocast_branches"}
 STEPS = 6
 
 
@@ -79,6 +81,8 @@ def test_any_plan_gives_the_same_bits(name: str, weights: tuple[int, int, int, i
             assert report.planned_steps >= 3, report.fallbacks
             if name in INSIDE or (name in SWAPPED and report.fallbacks):
                 assert report.planned_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.01)
+            elif name in TWINS:
+                assert 0.97 * report.predicted_peak_bytes <= report.planned_peak_bytes <= report.predicted_peak_bytes
             else:
                 assert report.planned_peak_bytes == report.predicted_peak_bytes
     finally:

@@ -102,7 +102,9 @@ def test_the_peak_of_plain_pytorch(name: str) -> None:
     assert measured_peak(step, nullcontext, 2) == peak
 
 
-@pytest.mark.parametrize(("name", "share"), [*((name, 0.2) for name in MODELS), ("mlp", 0.7), ("unet", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "share"), [*((name, 0.2) for name in MODELS), ("mlp", 0.7), ("unet", 0.5), ("autocast_branches", 0.9)]
+)
 def test_the_peak_of_planned_steps(name: str, share: float) -> None:
     case = ZOO[name]()
     floor, peak = limits(case)

@@ -44,7 +44,7 @@ from legroom.runtime.lineage import (
     written_tensors,
 )
 from legroom.runtime.replay import replay
-from legroom.runtime.residency import Ledger, View, saved_elsewhere
+from legroom.runtime.residency import Entry, Ledger, View, saved_elsewhere
 from tests.harness import Digest, digest
 from tests.runtime.test_random_plans import admit
 
@@ -341,7 +341,7 @@ def replays(sample: Sample, ledger: Ledger) -> list[tuple[str, Digest, Digest]]:
         sample.forward()
     found: list[tuple[str, Digest, Digest]] = []
     for node, tensor, name in keeper.made.values():
-        view = View(tensor)
+        view = View(tensor, Entry(ledger, 0, 0, 0))
         view.let_go()
         found.append((name, digest(tensor), digest(view.over(replay(node)))))
     return found

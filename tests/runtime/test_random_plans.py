@@ -37,6 +37,7 @@ MODELS = (
     "lstm_cell",
     "hf_llama",
     "hf_bert",
+    "autocast_branches",
     "custom_function",
     "inplace_views",
     "changing_constants",

@@ -146,6 +146,11 @@ class Checks:
         self._wait, self._due, self._over = True, False, True
         for storage, check in list(self._begun.items()):
             entry = entry_of.get(storage)
+            if entry is not None and entry.views and entry.number != storage:  # it has joined another one
+                if check.host is None:
+                    with contextlib.suppress(Exception):
+                        check.before()
+                continue
             if entry is not None and entry.views and not entry.in_memory and entry.host is None:
                 if check.host is None:
                     with contextlib.suppress(Exception):  # a device that failed fails again when asked

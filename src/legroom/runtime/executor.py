@@ -29,10 +29,21 @@ from legroom.runtime.knownsizes import KnownAt
 from legroom.runtime.lineage import Lineage
 from legroom.runtime.modes import Interception, OpMode
 from legroom.runtime.plannedops import MOST_OPS, PlannedOps
-from legroom.runtime.program import MOST_LESSONS, NO_STORAGE, EndSpacer, MakeRoom, Program, Settle, TakeSpacer, Ticks
+from legroom.runtime.program import (
+    MOST_LESSONS,
+    NO_STORAGE,
+    EndSpacer,
+    MakeRoom,
+    Program,
+    Settle,
+    TakeSpacer,
+    Ticks,
+    Twin,
+)
 from legroom.runtime.replay import overwrite
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
+from legroom.runtime.twins import Owed, join, same_value
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, SwapOut
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -85,6 +96,7 @@ class Executor:
         )
         self._statistics = self.ops.statistics
         self.late: list[int] = []
+        self._owed: dict[Entry, list[Owed]] = {}  # what has joined these unseen
         self._to_check = checks
         self.checks = Checks(ledger.device, wait=wait, due=due, doubted=doubted)
         self._tick_of_optimizer: int | None = None  # when the first one began
@@ -253,9 +265,9 @@ class Executor:
         self.entries[number] = entry
         if key in self._nodes:
             self.lineage.saved(entry, tensor)
-        view = View(tensor)
+        view = View(tensor, entry)
         entry.views.append(view)
-        return Handle(entry, view)
+        return Handle(view)
 
     def _as_good(self, size: int, nbytes: int) -> bool:
         return nbytes == self.rounded(size) or self._fits(size - nbytes)
@@ -303,7 +315,8 @@ class Executor:
             if tensor._version != packed.version:
                 packed.fail()
             return tensor
-        entry = packed.entry  # type: ignore[union-attr]
+        view = packed.view  # type: ignore[union-attr]
+        entry = view.entry
         if self._busy or self._at[tick]:
             self._begin_tick(entry)
         else:
@@ -312,7 +325,8 @@ class Executor:
             expected = self._expected[tick]
             if expected[0] or expected[1] != entry.number:
                 self._check_way(tick, entry)
-        view = packed.view  # type: ignore[union-attr]
+        if self._owed and entry in self._owed:
+            self._pay(entry)
         if entry.loading is not None:
             entry.finish_loading()
         if view.tensor is not None:
@@ -333,6 +347,8 @@ class Executor:
         while True:
             is_pack, number, _, _ = self._expected[tick]
             if not is_pack and (owner.number in (number, -1) or owner.generation != self.generation):
+                return
+            if not is_pack and self.entries.get(number) is owner:  # it has joined another
                 return
             if not self._switch(tick):
                 self.drift("backward went another way")
@@ -447,6 +463,8 @@ class Executor:
             self.fallbacks["swapped out beside the plan, to make room"] += gone
 
     def _do(self, instruction: Instruction | Settle, entry: Entry) -> None:
+        if entry.number != instruction.storage and not isinstance(instruction, Prefetch | Await | Replay):
+            return  # it has joined another, which goes by instructions of its own
         match instruction:
             case SwapOut():
                 if entry.exclusive():
@@ -457,7 +475,11 @@ class Executor:
                 elif entry.in_memory:
                     self._be_late(instruction.storage)
             case Drop():
-                self._drop(entry)
+                twin = self.program.twins.get(entry.number) if not self.switched else None
+                if twin is None:
+                    self._drop(entry)
+                else:
+                    self._drop_twin(entry, twin)
             case Prefetch():
                 if not entry.in_memory and entry.host is not None:
                     entry.start_loading()
@@ -512,6 +534,59 @@ class Executor:
             self.ledger.pin(entry, frontier)
         entry.release()
 
+    def _drop_twin(self, entry: Entry, twin: Twin) -> None:
+        """One that has the bytes of another, if that shows in this step."""
+        if not entry.in_memory:
+            return
+        if not entry.exclusive():
+            self._be_late(entry.number)
+            return
+        kept = self.entries.get(twin.first)
+        if kept is not None and kept.views and self._is_twin(entry, kept):
+            self.entries[entry.number], node = kept, entry.node
+            join(entry, kept)
+            if not twin.made_again and node is not None:
+                self.lineage.forget_origin(node)
+        else:
+            if entry.host is None:
+                self.fallbacks["swapped instead of recomputed"] += 1
+                entry.start_saving()
+            entry.release()
+            if entry.node is not None:
+                self.lineage.forget_origin(entry.node)
+        if twin.last and not twin.made_again and kept is not None and kept.node is not None:
+            self.lineage.forget_origin(kept.node)
+
+    def _is_twin(self, entry: Entry, kept: Entry) -> bool:
+        self.ops.trace_back(entry)
+        if entry.node is None or kept.node is None or not same_value(entry.node, kept.node):
+            return False
+        if kept.in_memory and not kept.exclusive():
+            return False
+        number = entry.number
+        if number not in self._to_check:
+            return True
+        if not self.checks.begin(number, entry.flat()):
+            return False
+        owed = Owed(number, *self._again.twin_shows(entry.node, kept.node))
+        if not kept.in_memory:
+            self._owed.setdefault(kept, []).append(owed)
+            return True
+        entry.host = self._again.compare_twin(owed, kept)
+        return entry.host is None
+
+    def _pay(self, entry: Entry) -> None:
+        """Compare what has joined an entry while that was away. A replay may have read it by now."""
+        with no_dispatch():
+            if not entry.in_memory:
+                self._bring_back(entry)
+            entry.finish_loading()
+            for owed in self._owed.pop(entry):
+                real = self._again.compare_twin(owed, entry)
+                if real is not None:
+                    real.drop()
+                    raise StepError(refusal(sorted(map(str, owed.funcs)), optimizer_began=False))
+
     def _frontier(self, entry: Entry) -> list[Entry] | None:
         self.ops.trace_back(entry)
         node = entry.node
@@ -549,9 +624,9 @@ class Executor:
             other
             for number in also
             if (other := self.entries.get(number)) is not None and other.views and not other.in_memory
-            if other.host is None and other.node is not None
+            if other.host is None and other.node is not None and other is not entry
         ]
-        self._again.make(entry, others, tape, settle=self._settle)
+        self._again.make(entry, list(dict.fromkeys(others)), tape, settle=self._settle)
 
     def _hear_what_is_due(self) -> None:
         """Of replays that were never proven at this size: before what they led to is used."""

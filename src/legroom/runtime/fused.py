@@ -22,9 +22,9 @@ except ImportError:  # a CPU build of torch comes without
 
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
-_CAST = torch.ops.aten._to_copy.default
+CAST = torch.ops.aten._to_copy.default
 _RELUS = torch.ops.aten.relu_.default, torch.ops.aten.relu.default
-FOLLOWERS = (_CAST, *_RELUS)  # what may run in the same pass
+FOLLOWERS = (CAST, *_RELUS)  # what may run in the same pass
 STATISTICS = {str(_LAYER_NORM): (1, 2), str(_BATCH_NORM): (1, 2)}  # which outputs they are
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -64,7 +64,7 @@ class Normalised(NamedTuple):
         """What an op makes of it, in one pass; None where that is not known."""
         if func in _RELUS and self.by_column:
             return self.into(self.source.dtype, relu=True)
-        if func is not _CAST or self.by_column or self.source.dtype is not torch.float32:
+        if func is not CAST or self.by_column or self.source.dtype is not torch.float32:
             return None  # not what was proven
         dtype = kwargs.get("dtype")
         plain = all(name == "dtype" or value in _UNSAID.get(name, ()) for name, value in kwargs.items())

@@ -135,6 +135,7 @@ class Node:
         "slot",
         "storage",
         "tensor",
+        "twin",
         "weak",
     )
 
@@ -149,6 +150,7 @@ class Node:
         self.entry: Entry | None = None
         self.tensor: torch.Tensor | None = None  # held for its bytes: a leaf
         self.relied = False  # something was dropped that is made from the tensor held here
+        self.twin: Node | None = None  # the same bytes, whose entry answers for both
         # Either keeps the address from being handed out again.
         self.storage: torch.UntypedStorage | None = None
         self.weak: StorageWeakRef | None = StorageWeakRef(tensor.untyped_storage()) if maker is not None else None
@@ -162,7 +164,7 @@ class Node:
         node.maker = maker
         node.output = output
         node.slot = maker.order, output
-        node.entry = node.tensor = node.storage = node.weak = None
+        node.entry = node.tensor = node.storage = node.weak = node.twin = None
         node.relied = False
         return node
 
@@ -190,13 +192,25 @@ class Node:
             self.weak = StorageWeakRef(storage)
         self.tensor = self.storage = None
 
+    def follow(self, other: Node) -> None:
+        """Its bytes are those of another value: from now on it is had as that one is, or made again as that one is."""
+        self.entry, self.twin = None, other
+        self.maker, self.output, self.slot = other.maker, other.output, other.slot
+
+    def owner(self) -> Entry | None:
+        """The entry that answers for its bytes."""
+        entry = self.entry
+        if entry is not None and entry.node is self:
+            return entry
+        return self.twin.owner() if self.twin is not None else None
+
     def expired(self) -> bool:
         return self.storage is None and (self.weak is None or self.weak.expired())
 
     def bytes_at_hand(self) -> torch.Tensor | None:
         """A tensor over this value's storage if it is in memory."""
-        entry = self.entry
-        if entry is not None and entry.node is self and entry.in_memory:
+        entry = self.owner()
+        if entry is not None and entry.in_memory:
             entry.finish_loading()
             return entry.a_tensor()
         tensor, storage = self.tensor, self.storage
@@ -221,8 +235,8 @@ class Node:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            entry = node.entry
-            if entry is not None and entry.node is node and node is not self:
+            entry = node.owner()
+            if entry is not None and node is not self:
                 entries[id(entry)] = entry
                 # What was dropped before holds on to what itself is made from: only chains of what is new are walked.
                 if entry.key or entry.host is not None or id(entry) in entry.ledger.pinned:
@@ -236,8 +250,8 @@ class Node:
         return list(entries.values())
 
     def on_host(self) -> Entry | None:
-        entry = self.entry
-        return entry if entry is not None and entry.node is self and entry.host is not None else None
+        entry = self.owner()
+        return entry if entry is not None and entry.host is not None else None
 
 
 class Argument:
@@ -618,6 +632,14 @@ class Lineage:
                 if key not in made.keys:
                     self.nodes[key] = Node(tensor, made, i)
         made.keys.clear()
+
+    def forget_origin(self, node: Node) -> None:
+        """It is not made again: what it was made from may go, which nobody else may hold."""
+        made, node.maker = node.maker, None
+        for source in made.inputs if made is not None else ():
+            key = source.storage._cdata if source.storage is not None else 0
+            if source.maker is None and self.nodes.get(key) is source:
+                del self.nodes[key]
 
     def forget_forward(self) -> None:
         """Backward begins: values nobody has recorded as an input, saved or dropped are of no use any more."""

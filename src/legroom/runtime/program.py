@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,14 @@ class Settle(NamedTuple):
 
 
 Command = Instruction | TakeSpacer | EndSpacer | MakeRoom | Settle
+
+
+class Twin(NamedTuple):
+    """A storage that has the bytes of another one, which was made before."""
+
+    first: int  # that other one
+    made_again: bool  # whether a replay makes the first one, too
+    last: bool  # of those that the first one stands for, to be dropped
 
 
 class Recipe(NamedTuple):
@@ -170,6 +178,10 @@ class Program:
             if read[storage] > dropped[storage]:
                 self._instructions[read[storage]].append(Settle(read[storage], storage))
         replayed = {op for i in replays for op in i.ops}
+        self.twins = self._twins_among(replayed)
+        firsts = {twin.first for twin in self.twins.values()}
+        # Which shows only where the op that made the first one is recorded, too.
+        replayed |= {op.id for op in trace.ops if firsts and any(s in firsts and not v for s, v in op.writes)}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]
         # Of normalisations that need not all of their work again, by number: the storages of their statistics.
         self.statistics: dict[int, tuple[int, int]] = {}
@@ -197,6 +209,21 @@ class Program:
         self.lesson_number = next(_numbers)  # of no other program, and of no lesson before
         self.tapes: dict[int, Tape | None] = {}  # by storage and tick, from the first time that each replay ran
         self.replayed_storages = sorted({storage for i in replays for storage in (i.storage, *i.also)})
+
+    def _twins_among(self, replayed: Set[int]) -> dict[int, Twin]:
+        """By storage, those that have the bytes of another one and are dropped."""
+        ops = [self.trace.ops[op] for op in replayed]
+        first_of = {op.writes[0][0]: op.reads[0][0] for op in ops if op.twin}
+        if not first_of:
+            return {}
+        made = {storage for op in ops for storage, _ in op.writes}
+        drops = [i.storage for here in self._instructions.values() for i in here if isinstance(i, Drop)]
+        order = [storage for storage in dict.fromkeys(drops) if storage in first_of]
+        last = {first_of[storage]: storage for storage in order}
+        return {
+            storage: Twin(first := first_of[storage], made_again=first in made, last=last[first] == storage)
+            for storage in order
+        }
 
     def _read_by(self, again: Replay) -> set[int]:
         """What a replay reads that it does not make itself."""
@@ -342,6 +369,7 @@ class Program:
         if may_leave_hooks_out and not lesson.saves_in_backward(ticks):
             moved = {i.storage for here in self._instructions.values() for i in here}
             moved |= {storage for here in self._instructions.values() for i in here for storage in also_of(i)}
+            moved |= {twin.first for twin in self.twins.values()}
             moved |= self._spare(moved)
             # What shares a hook with them and is not read by a replay stays where it is, if the step drifts as well.
             needed = moved | self._touched

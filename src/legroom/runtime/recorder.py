@@ -27,7 +27,7 @@ from legroom.alloclog import OP, OWN, PROOF, STANDS, mark
 from legroom.ir import Phase, Value
 from legroom.runtime.census import Census
 from legroom.runtime.device import Device
-from legroom.runtime.fused import proven
+from legroom.runtime.fused import CAST, proven
 from legroom.runtime.lineage import (
     SHAPE_ONLY,
     RandomState,
@@ -37,7 +37,7 @@ from legroom.runtime.lineage import (
     tensors_in,
     written_tensors,
 )
-from legroom.runtime.residency import Entry, saved_elsewhere
+from legroom.runtime.residency import Entry, layout_of, saved_elsewhere
 from legroom.runtime.undo import Undo
 
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -76,6 +76,7 @@ class SeenOp:
     module: str
     line: str
     short: bool = False  # a replay needs not all of its work: see `fused`
+    first: int = -1  # a storage that an op before made from the same, with the same arguments
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ class Recorder:
         self._unrepeated: set[int] = set()  # storages of this op's outputs that its proof did not give again
         self._short = False  # whether this op's proof found a shorter way
         self._fresh: dict[int, bytes] = {}  # digests of what the op that runs has just made
+        self._casts: dict[Any, int] = {}  # by what was cast and how: the first storage that was made of it
         self._garbage: dict[int, int] = {}  # storages nobody has written yet, and the op that made them
 
     # storages
@@ -211,6 +213,8 @@ class Recorder:
         with no_dispatch():
             self._note(func, result, plain, written, reads, why_not)
             self._note_garbage(func, garbage, why_not)
+            if func is CAST and not odd:
+                self._note_twin(args, kwargs)
             if self._unrepeated:
                 self._note_unrepeated(result)
             self._fresh.clear()
@@ -218,6 +222,14 @@ class Recorder:
                 self._unseen_write(self.number(tensor))
                 self._learn(self.number(tensor), tensor)
         return result
+
+    def _note_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A cast of what was cast before has the same bytes, as long as nobody writes to either."""
+        op = self.ops[-1]
+        if len(args) == len(op.reads) == len(op.writes) == 1 and op.writes[0][1] == 0 and op.phase == "forward":
+            made = op.reads[0], layout_of(args[0]), frozenset(kwargs.items())
+            first = self._casts.setdefault(made, op.writes[0][0])
+            op.first = first if first != op.writes[0][0] else -1
 
     def _like_before(self, name: str) -> list[Outline]:
         """Those of which this op, too, is the next."""

@@ -94,8 +94,8 @@ def actions_for(target: Node, also: Sequence[Node] = ()) -> list[Action]:
         last_at[i].append(slot)
     actions: list[Action] = []
     for i, made in enumerate(order):
-        wanted_here = tuple(n.output for n in outputs[id(made)] if n.slot is not None and last_use.get(n.slot, -1) > i)
-        actions.append(Action(made, wanted_here, tuple(last_at[i])))
+        wanted_here = [n.output for n in outputs[id(made)] if n.slot is not None and last_use.get(n.slot, -1) > i]
+        actions.append(Action(made, tuple(dict.fromkeys(wanted_here)), tuple(last_at[i])))  # twins have one slot
     return actions
 
 

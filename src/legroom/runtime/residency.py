@@ -47,9 +47,10 @@ def is_sole_owner(tensor: torch.Tensor) -> bool:
 class View:
     """How one saved tensor lies in its storage, and, while it is in memory, the tensor itself."""
 
-    __slots__ = ("layout", "moved_to", "tensor", "version")
+    __slots__ = ("entry", "layout", "moved_to", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: Entry) -> None:
+        self.entry = entry  # whose `views` it is in
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version: int = tensor._version
         self.moved_to: tuple[int, str] | None = None  # version and type, where it was written in place before it left
@@ -205,6 +206,23 @@ class Entry:
         """Some tensor over its bytes, which are in memory."""
         return self.base if self.base is not None else next(v.tensor for v in self.views if v.tensor is not None)
 
+    def join(self, other: Entry) -> None:
+        """Leave these bytes for those of another entry, which are the same: its handles are the other's from now on.
+
+        Nobody else may refer to either.
+        """
+        if other.in_memory:
+            other.flat()  # which keeps them: the views that they came with may go first
+        for view in self.views:
+            view.let_go()
+            view.entry = other
+        other.views += self.views
+        self.views = []
+        if self.pins:
+            self.ledger.pin_instead(self, other)
+        self.node = None
+        self.die()
+
     def forget(self, view: View) -> None:
         """A handle is gone. With the last one the storage dies, unless a dropped entry is to be made from it."""
         views = self.views
@@ -289,14 +307,18 @@ class Entry:
 class Handle:
     """What autograd holds for one saved tensor."""
 
-    __slots__ = ("entry", "view")
+    __slots__ = ("view",)
 
-    def __init__(self, entry: Entry, view: View) -> None:
-        self.entry = entry
+    def __init__(self, view: View) -> None:
         self.view = view
 
+    @property
+    def entry(self) -> Entry:
+        return self.view.entry
+
     def __del__(self) -> None:
-        self.entry.forget(self.view)
+        view = self.view
+        view.entry.forget(view)
 
 
 class Kept:
@@ -357,7 +379,7 @@ class Ledger:
         return entry
 
     def handle(self, entry: Entry, tensor: torch.Tensor) -> Handle:
-        view = View(tensor)
+        view = View(tensor, entry)
         entry.views.append(view)
         if entry.host is not None:
             # Saved again after it had been copied out: the copy may be old by now.
@@ -365,12 +387,21 @@ class Ledger:
             entry._settle()
             entry.host.drop()
             entry.host = None
-        return Handle(entry, view)
+        return Handle(view)
 
     def pin(self, entry: Entry, frontier: list[Entry]) -> None:
         for needed in frontier:
             needed.pins += 1
         self.pinned[id(entry)] = frontier
+
+    def pin_instead(self, entry: Entry, other: Entry) -> None:
+        """What counts on an entry counts on another one from now on."""
+        for frontier in self.pinned.values():
+            for place, needed in enumerate(frontier):
+                if needed is entry:
+                    frontier[place] = other
+                    entry.pins -= 1
+                    other.pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """What it was made from may go. Not by calls within calls: a chain of thousands may go at once."""
