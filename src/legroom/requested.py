@@ -195,6 +195,11 @@ class _Again:
         self._made: dict[int, None] = {}
         # Normalisations that are not written out before somebody needs it: the op, and what it is made from.
         self._unwritten: dict[int, tuple[str, set[int]]] = {}
+        # What has the bytes of another takes none; and what only it reads is made in its place.
+        twins = {op.writes[0][0]: op.reads[0][0] for op in self._ops if op.twin}
+        made = {storage for op in self._ops for storage, _ in op.writes}
+        self._taken = set(twins)
+        self._place_of = {a: b for b, a in twins.items() if b in self._targets and a in made - self._targets.keys()}
 
     def requests(self) -> Iterator[Event]:
         for place, op in enumerate(self._ops):
@@ -241,7 +246,12 @@ class _Again:
             yield from self._lets_go(place - 1)
 
     def _makes(self, storage: int) -> Iterator[Event]:
-        if storage not in self._made:
+        if storage in self._taken:
+            return
+        if storage in self._place_of:
+            self._taken.add(storage)
+            yield Event(self._place_of[storage], self._trace.storages[storage].nbytes)
+        elif storage not in self._made:
             self._made[storage] = None
             key = storage if storage in self._targets else -1 - storage
             yield Event(key, self._trace.storages[storage].nbytes)

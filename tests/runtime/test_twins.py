@@ -352,3 +352,42 @@ def test_a_trace_at_another_size_has_the_same_twins() -> None:
     larger = with_numbers(trace, replace(numbers, seconds=numbers.seconds * 2))
     assert twins_of(larger) == twins and all(op.again_seconds == 0.0 for op in larger.ops if op.twin)
     assert structure_of(larger) == structure_of(trace)
+
+
+@pytest.mark.parametrize("few_hooks", [False, True])
+def test_inputs_of_other_sizes(few_hooks: bool, joined: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told from other sizes is compared at each new one, when the first copy is back if it is away."""
+    monkeypatch.setattr(CpuDevice, "leaves_hooks_out", few_hooks)
+    rows = [4096, 2048, 3072, 3584, 2560, 2304, 3328, 2816, *[4096, 3072, 2560, 2048] * 2, 3840, 2200, 3900, 3840, 2200]
+    case = ZOO["autocast_branches"]()
+
+    def batch(number: int, count: int) -> Any:
+        x, y = case.batch(number)
+        return x[:count].clone(), y[:count]
+
+    def run(model: nn.Module, optimizer: Any, around: Callable[[], Any], after: Callable[[], None]) -> list[Tensor]:
+        torch.manual_seed(2)
+        out = []
+        for number, count in enumerate(rows):
+            with around():
+                out.append(case.step(model, optimizer, batch(number, count)))
+            after()
+        return [*out, *(p.detach().clone() for p in model.parameters())]
+
+    expected = run(*case.build(), nullcontext, lambda: None)
+    model, optimizer = case.build()
+    trace = legroom.capture(lambda: case.step(model, optimizer, batch(0, 4096)), model=model, optimizer=optimizer)
+    floor = legroom.floor_bytes(trace)
+    model, optimizer = case.build()
+    with legroom.fit(model, optimizer, budget=floor + (trace.peak_bytes - floor) // 4) as room:
+
+        def settle() -> None:
+            if room._following is not None:
+                room._following.settle()
+
+        found = run(model, optimizer, room.step, settle)
+        report = room.report()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert report.planned_steps >= 10 and report.peak_bytes <= report.budget_bytes
+    assert len(joined) > 20 and all(joined)
+    assert not report.fallbacks, report.fallbacks
