@@ -18,10 +18,9 @@ from legroom.ir import Trace
 from legroom.plan import Keep, Plan, Recompute, Swap, signature
 from legroom.runtime import replay
 from legroom.runtime.device import CpuDevice
-from legroom.runtime.executor import Executor
 from legroom.runtime.lineage import Lineage, Made
 from legroom.runtime.residency import Ledger
-from legroom.runtime.twins import same_value
+from legroom.runtime.twins import Twins, same_value
 from legroom.sizes import numbers_of, structure_of, with_numbers
 from tests.zoo import ZOO
 
@@ -77,14 +76,14 @@ def twins_of(trace: Trace) -> set[int]:
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each twin that was to be dropped, whether it went to the first one."""
     found: list[bool] = []
-    drop = Executor._drop_twin
+    drop = Twins.drop
 
-    def counted(self: Executor, entry: Any, twin: Any) -> None:
+    def counted(self: Twins, entry: Any, twin: Any) -> None:
         number = entry.number
         drop(self, entry, twin)
-        found.append(self.entries[number] is self.entries.get(twin.first))
+        found.append(self._entries[number] is self._entries.get(twin.first))
 
-    monkeypatch.setattr(Executor, "_drop_twin", counted)
+    monkeypatch.setattr(Twins, "drop", counted)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from legroom.runtime.plannedops import PlannedOps
 from legroom.runtime.program import Program
 from legroom.runtime.replay import Action, NotAtHand, actions_for, play, recall, remember, replay_by
 from legroom.runtime.residency import Entry
-from legroom.runtime.twins import Owed
 
 NOT_USED = "a replay gave other bits and was not used"
 
@@ -99,23 +97,10 @@ class Again:
             self._device.copy_in(real, entry.flat(), waits=True).wait()
         entry.ledger.unpin(entry)
 
-    def twin_shows(self, node: Node, first: Node) -> tuple[frozenset[Any], bool]:
-        """What a comparison of two values that were made alike says something about: ops, and whether other steps."""
-        makers = [made for made in (node.maker, first.maker) if made is not None]
-        return frozenset(made.func for made in makers), self._as_planned_for(makers)
-
-    def compare_twin(self, owed: Owed, first: Entry) -> HostCopy | None:
-        """Hold the bytes of a storage whose check has begun against those that are to be the same. Where it is known
-        that they are not: its own."""
-        real = self._checks.end(owed.number, first.flat(), owed.funcs, proves=owed.proves)
-        if real is not None:
-            self._fallbacks[NOT_USED] += 1
-        return real
-
     def _ran_as_planned(self) -> bool:
-        return self._as_planned_for([action.made for action in self._ran])
+        return self.proves([action.made for action in self._ran])
 
-    def _as_planned_for(self, ran: list[Made]) -> bool:
+    def proves(self, ran: list[Made]) -> bool:
         """Whether normalisations that are to be short were, and ops that are to be told from other sizes: what was
         compared is what is proven."""
         short, told = self._program.statistics, self._told_ops

@@ -38,12 +38,11 @@ from legroom.runtime.program import (
     Settle,
     TakeSpacer,
     Ticks,
-    Twin,
 )
 from legroom.runtime.replay import overwrite
 from legroom.runtime.residency import Entry, Handle, Kept, Ledger, View, saved_elsewhere
 from legroom.runtime.shelter import Shelter, bring_back
-from legroom.runtime.twins import Owed, join, same_value
+from legroom.runtime.twins import Twins
 from legroom.schedule import Await, Drop, Instruction, Prefetch, Release, Replay, SwapOut
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -96,7 +95,6 @@ class Executor:
         )
         self._statistics = self.ops.statistics
         self.late: list[int] = []
-        self._owed: dict[Entry, list[Owed]] = {}  # what has joined these unseen
         self._to_check = checks
         self.checks = Checks(ledger.device, wait=wait, due=due, doubted=doubted)
         self._tick_of_optimizer: int | None = None  # when the first one began
@@ -129,6 +127,7 @@ class Executor:
             told_ops=known_at.told_ops if known_at is not None and checks else frozenset(),
             as_planned=self._pressure is None,
         )
+        self._twins = Twins(self.lineage, self.ops, self.checks, self._again, self.entries, checks, fallbacks)
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
         self._busy = self._watchful = measured or self._pressure is not None
         ledger.on_death = None
@@ -325,8 +324,11 @@ class Executor:
             expected = self._expected[tick]
             if expected[0] or expected[1] != entry.number:
                 self._check_way(tick, entry)
-        if self._owed and entry in self._owed:
-            self._pay(entry)
+        if self._twins.owed and entry in self._twins.owed:
+            with no_dispatch():
+                if not entry.in_memory:
+                    self._fetch_in_room(entry)
+                self._twins.pay(entry)
         if entry.loading is not None:
             entry.finish_loading()
         if view.tensor is not None:
@@ -336,10 +338,7 @@ class Executor:
         view.check()
         with no_dispatch():  # a mode of the user's is not to see this
             if entry.key == 0:
-                try:
-                    self._bring_back(entry)
-                except torch.OutOfMemoryError as error:
-                    self._in_room(partial(self._fetch, entry), error, entry, entry)
+                self._fetch_in_room(entry)
             assert entry.base is not None
             return view.over(entry.base)
 
@@ -444,6 +443,12 @@ class Executor:
         finally:
             del error  # it holds this frame, which would hold it until garbage is collected
 
+    def _fetch_in_room(self, entry: Entry) -> None:
+        try:
+            self._bring_back(entry)
+        except torch.OutOfMemoryError as error:
+            self._in_room(partial(self._fetch, entry), error, entry, entry)
+
     def _fetch(self, entry: Entry) -> None:
         if not entry.in_memory:  # it may have come back, and something behind that failed
             self._bring_back(entry)
@@ -475,11 +480,12 @@ class Executor:
                 elif entry.in_memory:
                     self._be_late(instruction.storage)
             case Drop():
-                twin = self.program.twins.get(entry.number) if not self.switched else None
-                if twin is None:
-                    self._drop(entry)
-                else:
-                    self._drop_twin(entry, twin)
+                if self._can_go(entry):
+                    twin = self.program.twins.get(entry.number) if not self.switched else None
+                    if twin is None:
+                        self._drop(entry)
+                    else:
+                        self._twins.drop(entry, twin)
             case Prefetch():
                 if not entry.in_memory and entry.host is not None:
                     entry.start_loading()
@@ -511,12 +517,13 @@ class Executor:
             self.refused = True
             self.fallbacks["no room for a block that keeps free memory in one piece"] += 1
 
-    def _drop(self, entry: Entry) -> None:
-        if not entry.in_memory:
-            return
-        if not entry.exclusive():
+    def _can_go(self, entry: Entry) -> bool:
+        if entry.in_memory and not entry.exclusive():
             self._be_late(entry.number)
-            return
+            return False
+        return entry.in_memory
+
+    def _drop(self, entry: Entry) -> None:
         if entry.host is not None:
             entry.release()
             return
@@ -533,59 +540,6 @@ class Executor:
         if frontier is not None:
             self.ledger.pin(entry, frontier)
         entry.release()
-
-    def _drop_twin(self, entry: Entry, twin: Twin) -> None:
-        """One that has the bytes of another, if that shows in this step."""
-        if not entry.in_memory:
-            return
-        if not entry.exclusive():
-            self._be_late(entry.number)
-            return
-        kept = self.entries.get(twin.first)
-        if kept is not None and kept.views and self._is_twin(entry, kept):
-            self.entries[entry.number], node = kept, entry.node
-            join(entry, kept)
-            if not twin.made_again and node is not None:
-                self.lineage.forget_origin(node)
-        else:
-            if entry.host is None:
-                self.fallbacks["swapped instead of recomputed"] += 1
-                entry.start_saving()
-            entry.release()
-            if entry.node is not None:
-                self.lineage.forget_origin(entry.node)
-        if twin.last and not twin.made_again and kept is not None and kept.node is not None:
-            self.lineage.forget_origin(kept.node)
-
-    def _is_twin(self, entry: Entry, kept: Entry) -> bool:
-        self.ops.trace_back(entry)
-        if entry.node is None or kept.node is None or not same_value(entry.node, kept.node):
-            return False
-        if kept.in_memory and not kept.exclusive():
-            return False
-        number = entry.number
-        if number not in self._to_check:
-            return True
-        if not self.checks.begin(number, entry.flat()):
-            return False
-        owed = Owed(number, *self._again.twin_shows(entry.node, kept.node))
-        if not kept.in_memory:
-            self._owed.setdefault(kept, []).append(owed)
-            return True
-        entry.host = self._again.compare_twin(owed, kept)
-        return entry.host is None
-
-    def _pay(self, entry: Entry) -> None:
-        """Compare what has joined an entry while that was away. A replay may have read it by now."""
-        with no_dispatch():
-            if not entry.in_memory:
-                self._bring_back(entry)
-            entry.finish_loading()
-            for owed in self._owed.pop(entry):
-                real = self._again.compare_twin(owed, entry)
-                if real is not None:
-                    real.drop()
-                    raise StepError(refusal(sorted(map(str, owed.funcs)), optimizer_began=False))
 
     def _frontier(self, entry: Entry) -> list[Entry] | None:
         self.ops.trace_back(entry)

@@ -11,9 +11,16 @@ written from now on.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
-from legroom.runtime.lineage import Argument, Made, Node
+from legroom.errors import StepError
+from legroom.runtime.again import NOT_USED, Again
+from legroom.runtime.checking import Checks, refusal
+from legroom.runtime.device import HostCopy
+from legroom.runtime.lineage import Argument, Lineage, Made, Node
+from legroom.runtime.plannedops import PlannedOps
+from legroom.runtime.program import Twin
 from legroom.runtime.residency import Entry, Layout
 
 
@@ -23,6 +30,82 @@ class Owed(NamedTuple):
     number: int  # the storage whose check has begun
     funcs: frozenset[Any]  # what made both
     proves: bool  # something about other steps
+
+
+class Twins:
+    """Those of one planned step."""
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        ops: PlannedOps,
+        checks: Checks,
+        again: Again,
+        entries: dict[int, Entry],
+        to_check: frozenset[int],
+        fallbacks: Counter[str],
+    ) -> None:
+        """entries: of this step, by storage. to_check: storages."""
+        self._lineage, self._ops, self._checks, self._again = lineage, ops, checks, again
+        self._entries, self._to_check, self._fallbacks = entries, to_check, fallbacks
+        self.owed: dict[Entry, list[Owed]] = {}  # of what has joined these while they were away
+
+    def drop(self, entry: Entry, twin: Twin) -> None:
+        """One that nothing else refers to: it joins the first, or goes to the host where it may not."""
+        first = self._entries.get(twin.first)
+        if first is not None and first.views and self._may_join(entry, first):
+            node = entry.node
+            assert node is not None and first.node is not None
+            self._entries[entry.number] = first
+            entry.join(first)
+            node.follow(first.node)
+            if not twin.made_again:
+                self._lineage.forget_origin(node)
+        else:
+            if entry.host is None:
+                self._fallbacks["swapped instead of recomputed"] += 1
+                entry.start_saving()
+            entry.release()
+            if entry.node is not None:
+                self._lineage.forget_origin(entry.node)
+        if twin.last and not twin.made_again and first is not None and first.node is not None:
+            self._lineage.forget_origin(first.node)
+
+    def _may_join(self, entry: Entry, first: Entry) -> bool:
+        self._ops.trace_back(entry)
+        if entry.node is None or first.node is None or not same_value(entry.node, first.node):
+            return False
+        if first.in_memory and not first.exclusive():
+            return False
+        number = entry.number
+        if number not in self._to_check:
+            return True
+        if not self._checks.begin(number, entry.flat()):
+            return False
+        makers = [made for made in (entry.node.maker, first.node.maker) if made is not None]
+        owed = Owed(number, frozenset(made.func for made in makers), self._again.proves(makers))
+        if not first.in_memory:
+            self.owed.setdefault(first, []).append(owed)
+            return True
+        entry.host = self._compare(owed, first)
+        return entry.host is None
+
+    def pay(self, first: Entry) -> None:
+        """Its bytes are back: compare what has joined it. A replay may have read them for those by now, so it is too
+        late to go on with others."""
+        first.finish_loading()
+        for owed in self.owed.pop(first):
+            real = self._compare(owed, first)
+            if real is not None:
+                real.drop()
+                raise StepError(refusal(sorted(map(str, owed.funcs)), optimizer_began=False))
+
+    def _compare(self, owed: Owed, first: Entry) -> HostCopy | None:
+        """Where it is known that the bytes are not the same: the real ones."""
+        real = self._checks.end(owed.number, first.flat(), owed.funcs, proves=owed.proves)
+        if real is not None:
+            self._fallbacks[NOT_USED] += 1
+        return real
 
 
 def same_value(one: Node, other: Node) -> bool:
@@ -44,11 +127,3 @@ def _only_layout(made: Made) -> Layout | None:
         return made.pattern.places[0][3] if len(made.pattern.args) == 1 else None
     argument = made.args[0] if len(made.args) == 1 else None
     return argument.layout if type(argument) is Argument else None
-
-
-def join(entry: Entry, first: Entry) -> None:
-    """Drop an entry whose bytes another one has."""
-    node, kept = entry.node, first.node
-    assert node is not None and kept is not None
-    entry.join(first)
-    node.follow(kept)
