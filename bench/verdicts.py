@@ -77,7 +77,7 @@ def _at_peers(rows: dict[str, Row], plain: Row) -> Iterator[Verdict]:
         ours, theirs = overhead(row, plain), overhead(peer, plain)
         allowed = PEER_OVERHEAD_SHARE * max(theirs, LEAST_OVERHEAD)
         figures = f"{ours:+.1%} against {theirs:+.1%} in {format_bytes(row.cap_bytes)}"
-        yield Verdict("", claim, ours <= allowed, figures)
+        yield Verdict("", claim, ours <= allowed, figures if ours <= allowed else figures + _bound(row))
 
 
 def _in_range(rows: dict[str, Row], plain: Row, share: str, limit: float) -> Verdict:
@@ -86,7 +86,14 @@ def _in_range(rows: dict[str, Row], plain: Row, share: str, limit: float) -> Ver
     if row is None or not row.ok:
         return _absent(claim, row)
     ours = overhead(row, plain)
-    return Verdict("", claim, ours <= limit, f"{ours:+.1%} in {format_bytes(row.cap_bytes)}")
+    figures = f"{ours:+.1%} in {format_bytes(row.cap_bytes)}"
+    return Verdict("", claim, ours <= limit, figures if ours <= limit else figures + _bound(row))
+
+
+def _bound(row: Row) -> str:
+    """What no plan can do, by the linear program for the bytes that could be filled, with the host's part in it."""
+    bound, baseline = row.reported("lower_bound_seconds"), row.reported("baseline_seconds")
+    return f"; no plan is modelled below {bound / baseline - 1:+.1%}" if bound >= baseline > 0 else ""
 
 
 def _smallest(rows: dict[str, Row]) -> Verdict:

@@ -79,6 +79,18 @@ def test_each_claim_can_be_missed(contender: str, fields: dict[str, Any], claim:
     assert any(claim in v.claim and v.met is False for v in missed), "\n".join(map(str, missed))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [((0.1066, 0.1), "no plan is modelled below +6.6%"), ((0.09, 0.1), ""), ((None, 0.1), ""), ((0.1, 0.0), "")],
+)
+def test_what_is_missed_says_what_no_plan_can_do(seconds: tuple[float | None, float], told: str) -> None:
+    report = dict(zip(("lower_bound_seconds", "baseline_seconds"), seconds, strict=True))
+    for contender, mean_ms, claim in (("legroom@50%", 108.5, "50%"), ("legroom@checkpoint", 120.0, "'checkpoint'")):
+        found = {v.claim: v for v in verdicts(changed(contender, mean_ms=mean_ms, report=report))}
+        (verdict,) = (v for name, v in found.items() if claim in name)
+        assert verdict.met is False and verdict.figures.endswith(told or "GiB"), verdict
+
+
 def test_what_did_not_run_is_neither_met_nor_missed() -> None:
     found = verdicts(changed("legroom@above", status="skipped"))
     assert [v.met for v in found if "above the plain" in v.claim] == [None]
