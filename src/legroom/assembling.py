@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from legroom.curve import Curve
 from legroom.errors import TraceError
 from legroom.ir import Kind, Op, Storage, Tick, Trace, validate
 from legroom.runtime.census import Census
-from legroom.runtime.recorder import Recorder, SeenOp, SeenStorage
+from legroom.runtime.recorder import Recorder, SeenStorage
 
 # What Python and the dispatcher spend on an op before it runs, on the machines this was measured on, modules and
 # autocast included: ResNet-152 and BERT issue one in 24 and 18 microseconds. It only matters where ops are small.
@@ -77,6 +77,7 @@ def _storage(number: int, seen: SeenStorage, census: Census) -> Storage:
 def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> list[Op]:
     issue_seconds = _ISSUE_SECONDS[device]
     seconds = less(op_seconds(recorder, curve), earlier)
+    safe = _safe_from_writes(recorder)
     ops: list[Op] = []
     for run, key in zip(curve.ops, _signatures(recorder, curve), strict=True):
         if run.seen < 0:
@@ -97,7 +98,7 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
             )
             continue
         seen = recorder.ops[run.seen]
-        twin = _is_twin(recorder, seen)
+        twin = seen.first >= 0 and {seen.first, seen.writes[0][0]} <= safe
         workspace = max(0, run.growth_bytes - seen.output_bytes)
         ops.append(
             Op(
@@ -119,12 +120,17 @@ def _ops(recorder: Recorder, curve: Curve, device: str, earlier: OpSeconds) -> l
     return ops
 
 
-def _is_twin(recorder: Recorder, seen: SeenOp) -> bool:
-    """Whether what it makes is saved, and had from something else that is saved, for nothing."""
-    if seen.first < 0:
-        return False
-    both = [recorder.storages[number] for number in (seen.first, seen.writes[0][0])]
-    return all(storage.packed and storage.version == 0 for storage in both)
+def _safe_from_writes(recorder: Recorder) -> set[int]:
+    """Storages that nothing has written since they were made, saved by ops of PyTorch alone: each just before it runs,
+    and reads them. What other functions save they may write to in backward."""
+    packs = Counter((tick.storage, tick.op) for tick in recorder.ticks if tick.kind == "pack")
+    safe = {number for number, _ in packs if number >= 0}
+    for (number, place), times in packs.items():
+        op = recorder.ops[place] if place < len(recorder.ops) else None
+        reads = op is not None and op.name.startswith("aten.") and any(storage == number for storage, _ in op.reads)
+        if times > 1 or not reads:
+            safe.discard(number)
+    return {number for number in safe if recorder.storages[number].version == 0}
 
 
 def _signatures(recorder: Recorder, curve: Curve) -> list[tuple[str, str]]:

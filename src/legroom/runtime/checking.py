@@ -107,10 +107,11 @@ class Checks:
         if check is None:
             return None
         real: HostCopy | None = None
-        if check.compare(again, funcs):
+        wrong = check.compare(again, funcs)
+        if wrong and check.host is not None:
             self._note(check)
             real, check.host = check.host, None
-        elif self._over and not check.same():
+        elif wrong or (self._over and not check.same()):
             del self._begun[storage]
             self._note(check)
             raise StepError(
@@ -146,10 +147,10 @@ class Checks:
         self._wait, self._due, self._over = True, False, True
         for storage, check in list(self._begun.items()):
             entry = entry_of.get(storage)
-            if entry is not None and entry.views and entry.number != storage:  # it has joined another one
-                if check.host is None:
-                    with contextlib.suppress(Exception):
-                        check.before()
+            if entry is not None and entry.views and entry.number != storage:
+                with contextlib.suppress(Exception):
+                    check.before()
+                check.drop()  # it has joined another one, and has no use for bytes of its own
                 continue
             if entry is not None and entry.views and not entry.in_memory and entry.host is None:
                 if check.host is None:

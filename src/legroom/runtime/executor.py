@@ -127,6 +127,7 @@ class Executor:
             told_ops=known_at.told_ops if known_at is not None and checks else frozenset(),
             as_planned=self._pressure is None,
         )
+        self._with_twins = program.with_twins
         self._twins = Twins(self.lineage, self.ops, self.checks, self._again, self.entries, checks, fallbacks)
         # Whether every tick has work of its own: it is measured or a trial, drifted, or releases are late.
         self._busy = self._watchful = measured or self._pressure is not None
@@ -262,6 +263,8 @@ class Executor:
         if entry.number != number or entry.host is not None:
             return self._odd_pack(tick, tensor)
         self.entries[number] = entry
+        if number in self._with_twins:
+            self._twins.saved(number)
         if key in self._nodes:
             self.lineage.saved(entry, tensor)
         view = View(tensor, entry)
@@ -286,6 +289,8 @@ class Executor:
                     entry.number, entry.generation = number, self.generation
                 if entry.number == number:
                     self.entries[number] = entry
+                    if number in self._with_twins:
+                        self._twins.saved(number)
                     self.lineage.saved(entry, tensor)
                     return self.ledger.handle(entry, tensor)
             if not self._switch(tick):
@@ -557,7 +562,7 @@ class Executor:
         still: list[int] = []
         for number in self.late:
             entry = self.entries.get(number)
-            if entry is None or not entry.views or not entry.in_memory:
+            if entry is None or not entry.views or not entry.in_memory or entry.number != number:
                 continue
             if entry.exclusive():
                 self.fallbacks["released later than planned"] += 1
@@ -693,7 +698,7 @@ class Executor:
 
     def _let_go(self, number: int) -> None:
         entry = self.entries[number]
-        if not entry.views or not entry.in_memory:
+        if not entry.views or not entry.in_memory or entry.number != number:  # it has joined another
             return
         entry.finish_loading()
         if entry.exclusive():

@@ -192,6 +192,10 @@ class Node:
             self.weak = StorageWeakRef(storage)
         self.tensor = self.storage = None
 
+    def holds(self, key: int) -> bool:
+        """Whether it is a leaf that is kept alive for these bytes."""
+        return self.storage is not None and self.storage._cdata == key
+
     def follow(self, other: Node) -> None:
         """Its bytes are those of another value: from now on it is had as that one is, or made again as that one is."""
         self.entry, self.twin = None, other
@@ -522,12 +526,15 @@ class Lineage:
         entry = self.ledger.by_key.get(key)
         if entry is not None and entry.node is not None and version_of(tensor) <= entry.node.seen:
             return entry.node
-        node = Node(tensor, None, 0)
-        if entry is not None:
-            node.hand_over(entry, tensor.untyped_storage())
-        else:
-            node.hold(tensor)
-        self.leaves[key] = weakref.ref(node)
+        known = self.leaves.get(key)
+        node = known() if known is not None else None
+        if node is None or not node.holds(key) or version_of(tensor) > node.seen:
+            node = Node(tensor, None, 0)
+            if entry is not None:
+                node.hand_over(entry, tensor.untyped_storage())
+            else:
+                node.hold(tensor)
+            self.leaves[key] = weakref.ref(node)
         self.nodes[key] = node
         return node
 
@@ -576,8 +583,7 @@ class Lineage:
             leaf = known() if known is not None else None
             if leaf is None:
                 continue
-            holds = leaf.storage is not None and leaf.storage._cdata == key
-            if holds or (leaf.entry is not None and leaf.entry.node is leaf and leaf.entry.key == key):
+            if leaf.holds(key) or (leaf.entry is not None and leaf.entry.node is leaf and leaf.entry.key == key):
                 leaf.hold(copy_of_bytes(tensor))
                 self.copies_before_write += 1
 
@@ -634,12 +640,12 @@ class Lineage:
         made.keys.clear()
 
     def forget_origin(self, node: Node) -> None:
-        """It is not made again: what it was made from may go, which nobody else may hold."""
+        """It is not made again: what it was made from may go, unless another op that reads that is to be run again."""
         made, node.maker = node.maker, None
         for source in made.inputs if made is not None else ():
             key = source.storage._cdata if source.storage is not None else 0
             if source.maker is None and self.nodes.get(key) is source:
-                del self.nodes[key]
+                del self.nodes[key]  # it is among the leaves as long as somebody reads it
 
     def forget_forward(self) -> None:
         """Backward begins: values nobody has recorded as an input, saved or dropped are of no use any more."""

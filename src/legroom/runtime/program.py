@@ -180,6 +180,7 @@ class Program:
         replayed = {op for i in replays for op in i.ops}
         self.twins = self._twins_among(replayed)
         firsts = {twin.first for twin in self.twins.values()}
+        self.with_twins = frozenset(firsts | self.twins.keys())
         # Which shows only where the op that made the first one is recorded, too.
         replayed |= {op.id for op in trace.ops if firsts and any(s in firsts and not v for s, v in op.writes)}
         in_mode = [op for op in trace.ops if op.phase != "backward" and not op.name.startswith("legroom.")]

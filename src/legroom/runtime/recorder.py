@@ -83,6 +83,7 @@ class SeenOp:
 class SeenTick:
     kind: Literal["pack", "unpack"]
     storage: int
+    op: int  # the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,13 +506,13 @@ class Recorder:
     # ticks
 
     def tick(self, kind: Literal["pack", "unpack"], number: int) -> None:
-        self.ticks.append(SeenTick(kind, number))
+        self.ticks.append(SeenTick(kind, number, len(self.ops)))
         if kind == "pack":
             self.storages[number].packed = True
 
     def odd_tick(self, kind: Literal["pack", "unpack"]) -> None:
         """A tensor without a plain storage on this device; it stands for nothing in the trace."""
-        self.ticks.append(SeenTick(kind, -1))
+        self.ticks.append(SeenTick(kind, -1, len(self.ops)))
 
     def bind_garbage(self, number: int) -> None:
         if self.storages[number].version == 0 and number in self._garbage:

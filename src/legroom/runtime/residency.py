@@ -10,6 +10,8 @@ any order, or never.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -424,3 +426,16 @@ def saved_elsewhere(tensor: Any) -> bool:
         or tensor.is_quantized
         or tensor._is_zerotensor()  # zeros that autograd made without memory
     )
+
+
+def saved_by_python() -> bool:
+    """Asked by a hook: whether a `torch.autograd.Function` is saving. Its backward may write to what it has saved, as
+    long as that is its own; ops of PyTorch do not."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_code is _APPLY
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

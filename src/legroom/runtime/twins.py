@@ -21,7 +21,7 @@ from legroom.runtime.device import HostCopy
 from legroom.runtime.lineage import Argument, Lineage, Made, Node
 from legroom.runtime.plannedops import PlannedOps
 from legroom.runtime.program import Twin
-from legroom.runtime.residency import Entry, Layout
+from legroom.runtime.residency import Entry, Layout, saved_by_python
 
 
 class Owed(NamedTuple):
@@ -49,11 +49,19 @@ class Twins:
         self._lineage, self._ops, self._checks, self._again = lineage, ops, checks, again
         self._entries, self._to_check, self._fallbacks = entries, to_check, fallbacks
         self.owed: dict[Entry, list[Owed]] = {}  # of what has joined these while they were away
+        self._wrong: dict[Entry, str] = {}  # those with other bytes than what has joined them
+        self._exposed: set[int] = set()  # storages that a function in Python has saved
+
+    def saved(self, number: int) -> None:
+        """One of them, or the first of some, is being saved."""
+        if saved_by_python():
+            self._exposed.add(number)
 
     def drop(self, entry: Entry, twin: Twin) -> None:
         """One that nothing else refers to: it joins the first, or goes to the host where it may not."""
         first = self._entries.get(twin.first)
-        if first is not None and first.views and self._may_join(entry, first):
+        exposed = not self._exposed.isdisjoint((entry.number, twin.first))
+        if first is not None and first.views and not exposed and self._may_join(entry, first):
             node = entry.node
             assert node is not None and first.node is not None
             self._entries[entry.number] = first
@@ -92,13 +100,23 @@ class Twins:
 
     def pay(self, first: Entry) -> None:
         """Its bytes are back: compare what has joined it. A replay may have read them for those by now, so it is too
-        late to go on with others."""
+        late to go on with others; and whoever asks again is told again."""
         first.finish_loading()
-        for owed in self.owed.pop(first):
-            real = self._compare(owed, first)
+        debts = self.owed[first]
+        while debts and first not in self._wrong:
+            try:
+                real = self._compare(debts[0], first)
+            except StepError as error:  # found out after the step
+                self._wrong[first] = str(error)
+                break
             if real is not None:
                 real.drop()
-                raise StepError(refusal(sorted(map(str, owed.funcs)), optimizer_began=False))
+                self._wrong[first] = refusal(sorted(map(str, debts[0].funcs)), optimizer_began=False)
+                break
+            debts.pop(0)
+        if debts:
+            raise StepError(self._wrong[first])
+        del self.owed[first]
 
     def _compare(self, owed: Owed, first: Entry) -> HostCopy | None:
         """Where it is known that the bytes are not the same: the real ones."""
