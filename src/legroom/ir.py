@@ -71,7 +71,9 @@ class Op:
     # On the compute lane where it is replayed, if that takes another time. Not in files.
     replay_seconds: float | None = None
     short: bool = False  # whether a replay can do without most of its work, if its other outputs are at hand
-    twin: bool = False  # whether its result has the very bytes of what it reads: an op before made that from the same
+    # Whether its result has the very bytes of what it reads, which an op before made from the same. Not in files: there
+    # it reads that, and takes its own time.
+    twin: bool = False
 
     @property
     def again_seconds(self) -> float:

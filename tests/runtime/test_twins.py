@@ -330,13 +330,9 @@ def test_a_source_that_others_are_made_from(few_hooks: bool, monkeypatch: pytest
             return (out * out.detach() * self.scale).square().mean()
 
     def planner(trace: Trace, hardware: Hardware, budget_bytes: int) -> Plan:
-        again = {s for op in trace.ops for s, _ in op.writes if op.twin or op.name == "aten.mul.Tensor"}
-        sure = {op.writes[0][0] for op in trace.ops if op.writes and op.reads and not op.why_not}
-        products = {op.writes[0][0] for op in trace.ops if op.name == "aten.mul.Tensor" and len(op.reads) == 1}
-        decisions = tuple(
-            Recompute() if gap.storage in again & sure and (gap.storage in products | twins_of(trace)) else Keep()
-            for gap in trace.gaps
-        )
+        muls = [op for op in trace.ops if op.name == "aten.mul.Tensor" and len(op.reads) == 1 and not op.why_not]
+        again = twins_of(trace) | {op.writes[0][0] for op in muls}
+        decisions = tuple(Recompute() if gap.storage in again else Keep() for gap in trace.gaps)
         return Plan(decisions, signature(trace), "twins", budget_bytes, 0, 0.0, ())
 
     expected = train(Shared(), nullcontext)
